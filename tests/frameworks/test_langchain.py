@@ -1,15 +1,13 @@
 """LangChain, and its agent on LangGraph."""
 
 import asyncio
-from typing import Literal
 
 import pytest
 from langchain.agents import create_agent
 from langchain_core.messages import HumanMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
-from problems import ENOUGH, PROBLEMS, calculate, is_right
-from pydantic import BaseModel
+from problems import ENOUGH, PROBLEMS, Verdict, calculate, is_right
 
 
 @pytest.fixture
@@ -21,13 +19,6 @@ def model(url):
 def calc(e: str) -> str:
     """a+b"""
     return calculate(e)
-
-
-class Verdict(BaseModel):
-    """A verdict"""
-
-    right: bool
-    kind: Literal["sum", "product"]
 
 
 def test_a_message_its_usage_a_stream_and_a_batch(model):

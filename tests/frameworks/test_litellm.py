@@ -2,12 +2,10 @@
 
 import asyncio
 import json
-from typing import Literal
 
 import litellm
 import pytest
-from problems import ENOUGH, PROBLEMS, TOOL, calculate, is_right
-from pydantic import BaseModel
+from problems import ENOUGH, PROBLEMS, TOOL, Verdict, calculate, is_right
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +46,6 @@ def test_a_tool_is_called_its_result_sent_back_and_answered(asked):
         answer = litellm.completion(**asked, messages=messages, tools=[TOOL], temperature=0).choices[0].message
         right += bool(called.tool_calls) and is_right(problem, answer.content)
     assert right >= ENOUGH
-
-
-class Verdict(BaseModel):
-    right: bool
-    kind: Literal["sum", "product"]
 
 
 def test_an_answer_of_a_schema_and_a_prompt_that_is_too_long(asked):

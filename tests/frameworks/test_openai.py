@@ -3,12 +3,10 @@
 import asyncio
 import json
 import math
-from typing import Literal
 
 import openai
 import pytest
-from problems import ENOUGH, MORE_PROBLEMS, PROBLEMS, TOOL, calculate, is_right
-from pydantic import BaseModel
+from problems import ENOUGH, MORE_PROBLEMS, PROBLEMS, TOOL, Verdict, calculate, is_right
 
 ASKED = {"model": "policy", "messages": [{"role": "user", "content": "12+7"}]}
 OTHER = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}
@@ -17,11 +15,6 @@ OTHER = {"type": "function", "function": {"name": "look_up", "parameters": {"typ
 @pytest.fixture(scope="module")
 def sdk(url):
     return openai.OpenAI(base_url=url, api_key="none", max_retries=0)
-
-
-class Verdict(BaseModel):
-    right: bool
-    kind: Literal["sum", "product"]
 
 
 def test_a_seed_gives_the_same_answer_and_usage_counts_it(sdk):

@@ -6,8 +6,7 @@ from typing import Literal
 import openai
 import pytest
 from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, SQLiteSession, function_tool
-from problems import ENOUGH, PROBLEMS, calculate, is_right
-from pydantic import BaseModel
+from problems import ENOUGH, PROBLEMS, Verdict, calculate, is_right
 
 
 @function_tool
@@ -55,11 +54,6 @@ def test_a_call_that_is_required(model):
         tool_use_behavior="stop_on_first_tool",
     )
     assert asyncio.run(Runner.run(agent, "12+7")).final_output in ("here", "there")
-
-
-class Verdict(BaseModel):
-    right: bool
-    kind: Literal["sum", "product"]
 
 
 def test_an_output_of_a_type(model):

@@ -1,11 +1,9 @@
 """Pydantic AI."""
 
 import asyncio
-from typing import Literal
 
 import pytest
-from problems import ENOUGH, PROBLEMS, calculate, is_right
-from pydantic import BaseModel
+from problems import ENOUGH, PROBLEMS, Verdict, calculate, is_right
 from pydantic_ai import Agent, NativeOutput, ToolOutput
 from pydantic_ai.exceptions import ModelHTTPError
 from pydantic_ai.messages import ToolCallPart
@@ -19,11 +17,6 @@ def model(url):
 
 
 SETTINGS = {"temperature": 0.0, "max_tokens": 64}
-
-
-class Verdict(BaseModel):
-    right: bool
-    kind: Literal["sum", "product"]
 
 
 def calculating(model):

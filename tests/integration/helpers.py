@@ -5,7 +5,7 @@ import time
 
 import torch
 
-from tests.processes import ended
+from tests.kit.processes import ended
 from torchtitan_rl.train.step import training_data
 from torchtitan_rl.types import Datum
 

@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM
 from tests.integration.conftest import small_config
 from tests.integration.helpers import random_datums, relative_l2
 from tests.integration.layouts import client, trainer_mesh
-from tests.unit.families.test_families import View, perturbed, reference_logprobs
+from tests.kit.view import VIEW
+from tests.unit.families.test_families import perturbed, reference_logprobs
 from torchtitan_rl.algorithm.losses import importance_sampling
 from torchtitan_rl.config.model import DeepseekV3Shape, ExpertsShape, GptOssShape, ModelConfig
 from torchtitan_rl.families.rope import YarnScaling
@@ -47,7 +48,7 @@ def shape(request):
 def directory(shape, tmp_path_factory):
     """A model whose every parameter matters: no bias and no sink is 0."""
     path, config = tmp_path_factory.mktemp("start") / "model", ModelConfig(assets="chars", shape=shape)
-    spec = training_spec(build_spec(config), View, attention="sdpa", chunk_bytes=2**20)
+    spec = training_spec(build_spec(config), VIEW, attention="sdpa", chunk_bytes=2**20)
     model = spec.model.build()
     torch.manual_seed(0)
     model.init_weights()

@@ -19,7 +19,7 @@ import pytest
 
 from tests.integration.conftest import ROOT
 from tests.integration.leftovers import nothing_left
-from tests.made_runs import HOSTILE, completion, made_run, write_evaluation
+from tests.kit.runs import HOSTILE, completion, made_run, write_evaluation
 
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

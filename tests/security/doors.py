@@ -1,11 +1,6 @@
 """The servers that outsiders can reach, each in a process of its own, and requests that each takes."""
 
 import json
-import os
-import re
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,9 +12,9 @@ import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 import torchtitan_rl
-from tests.integration.conftest import ROOT
 from tests.integration.tinker_server import tinker_server
-from tests.made_runs import made_run
+from tests.kit.runs import made_run
+from tests.kit.server_process import printed, server_process
 
 BYTES = Path(torchtitan_rl.__file__).parent / "assets" / "bytes"
 DOORS = ("gateway", "serve", "serve-tinker", "view")
@@ -92,8 +87,8 @@ def opened(name: str, directory: Path) -> Iterator[Door]:
     else:
         run = made_run(directory / "run").path
         command, ready = ["-m", "torchtitan_rl.cli", "view", str(run), "--port", "0"], r": (http://\S+);"
-    with _process([sys.executable, *command], directory / "server.log") as process:
-        found = _printed(process, directory / "server.log", ready)
+    with server_process(command, directory / "server.log") as process:
+        found = printed(process, directory / "server.log", ready)
         requests, headers = list[tuple[str, dict | None]](COMPLETIONS), {}
         if name == "gateway":
             requests = [(f"/sessions/{found[2]}{path}", body) for path, body in COMPLETIONS]
@@ -170,42 +165,6 @@ def _model(directory: Path) -> Path:
     Qwen3ForCausalLM(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
-
-
-@contextmanager
-def _process(command: list[str], log: Path) -> Iterator[subprocess.Popen]:
-    with open(log, "wb") as file:
-        process = subprocess.Popen(
-            command,
-            stdout=file,
-            stderr=file,
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
-        )
-    try:
-        yield process
-    finally:
-        children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-        process.terminate()
-        try:
-            process.wait(20)
-        finally:
-            for child in children:
-                if child.is_running():
-                    child.kill()
-            process.kill()
-
-
-def _printed(process: subprocess.Popen, log: Path, pattern: str, within_s: float = 150) -> re.Match:
-    """What a server prints once it answers."""
-    end = time.monotonic() + within_s
-    while time.monotonic() < end:
-        text = log.read_text(errors="replace")
-        if found := re.search(pattern, text):
-            return found
-        assert process.poll() is None, text[-3000:]
-        time.sleep(0.1)
-    raise AssertionError(f"no server after {within_s} s: {log.read_text(errors='replace')[-3000:]}")
 
 
 def as_json(body: dict | None) -> bytes:

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.processes import ended
-from tests.unit.rollout.scripted import policy
+from tests.kit.processes import ended
+from tests.kit.sampler import policy
 from tests.unit.serve.opened import BYTES, END
 from torchtitan_rl.rollout import agent_process
 from torchtitan_rl.rollout import external as module

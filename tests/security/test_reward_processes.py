@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from tests.processes import ended
+from tests.kit.processes import gone
 from torchtitan_rl.tasks.judging import judge
 from torchtitan_rl.tasks.reward_process import cpu_bound
 from torchtitan_rl.types import Task
@@ -28,13 +28,6 @@ ROOT = Path(__file__).parents[2]
 
 async def called(reward, *completions, timeout_s=20.0, parts=None):
     return await judge(reward, TASK, list(completions), timeout_s, parts)
-
-
-def gone(pid, within_s=5.0):
-    deadline = time.monotonic() + within_s
-    while not ended(pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return ended(pid)
 
 
 @cpu_bound

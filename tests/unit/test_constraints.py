@@ -11,7 +11,8 @@ import pytest
 from annotated_types import Ge, Gt, Interval, Le
 
 import torchtitan_rl.config as rl
-from tests.unit.config.test_load import refusal, run_config
+from tests.kit.refusal import refusal
+from tests.kit.run_config import run_config
 from torchtitan_rl.config.record import ProfileConfig
 from torchtitan_rl.config.values import field_types
 from torchtitan_rl.constraints import Check, Hint, complaint

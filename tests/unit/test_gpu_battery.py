@@ -48,14 +48,6 @@ def test_the_first_six_take_at_most_25_minutes_and_none_more_than_ten():
     assert sum(check.time_limit_s for check in CHECKS[:6]) <= 25 * 60
     assert all(check.time_limit_s <= 600 for check in CHECKS)
     assert len({check.name for check in CHECKS}) == len(CHECKS)
-    assert [check.name for check in CHECKS[:6]] == [
-        "environment",
-        "attention-kernels",
-        "tests-gpu",
-        "quickstart",
-        "steps-colocated-eager",
-        "steps-colocated-graphs",
-    ]
 
 
 def test_the_command_lists_every_check_and_validates_its_config():

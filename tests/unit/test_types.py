@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from tests.kit.refusal import refusal
 from torchtitan_rl.types import Completion, Datum, LossInputs
 
 
@@ -12,32 +13,26 @@ def datum(length=3, targets=3, **loss_inputs):
     return Datum(tokens=torch.arange(length), target_tokens=torch.arange(targets), loss_inputs=loss_inputs)
 
 
-def refusal(**kwargs):
-    with pytest.raises(ValueError) as caught:
-        datum(**kwargs)
-    return str(caught.value)
-
-
 def test_the_length_of_a_datum_is_its_number_of_tokens():
     assert len(datum(token_weights=torch.ones(3), loss_mask=torch.ones(3))) == 3
 
 
 def test_an_empty_datum_is_refused():
-    assert refusal(length=0, targets=0) == (
+    assert refusal(datum, length=0, targets=0) == (
         "datum.tokens=[]: a datum needs at least one token; drop it before training"
     )
 
 
 def test_tensors_of_unequal_length_are_refused_by_name():
-    assert refusal(targets=2) == "datum.target_tokens: has 2 entries where tokens has 3; give one per token"
-    assert refusal(token_weights=torch.ones(3), advantages=torch.ones(4)) == (
+    assert refusal(datum, targets=2) == "datum.target_tokens: has 2 entries where tokens has 3; give one per token"
+    assert refusal(datum, token_weights=torch.ones(3), advantages=torch.ones(4)) == (
         "datum.advantages: has 4 entries where tokens has 3; give one per token"
     )
 
 
 @pytest.mark.parametrize(("value", "shown"), [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf")])
 def test_numbers_that_are_not_finite_are_refused_by_name_and_value(value, shown):
-    assert refusal(token_weights=torch.ones(3), sampling_logprobs=torch.tensor([-1.0, value, -2.0])) == (
+    assert refusal(datum, token_weights=torch.ones(3), sampling_logprobs=torch.tensor([-1.0, value, -2.0])) == (
         f"datum.sampling_logprobs={shown}: is not finite; mask such tokens out and give them a finite value"
     )
 
@@ -66,7 +61,7 @@ def test_several_targets_and_numbers_of_a_token_are_rows():
     ],
 )
 def test_other_shapes_are_refused_by_name(loss_inputs, message):
-    assert refusal(**loss_inputs) == message
+    assert refusal(datum, **loss_inputs) == message
 
 
 def test_a_loss_reads_the_data_as_attributes():

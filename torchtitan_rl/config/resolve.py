@@ -33,11 +33,16 @@ def flat(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def function_name(function: Callable) -> str:
-    """`module:qualname`, partial arguments included."""
+    """`module:qualname`, partial arguments included: literals as they are written, a function as
+    `function('module:qualname')`, which `config.values` reads back."""
     if isinstance(function, functools.partial):
-        arguments = ", ".join([*map(repr, function.args), *(f"{k}={v!r}" for k, v in function.keywords.items())])
-        return f"{function_name(function.func)}({arguments})"
+        keywords = (f"{name}={_argument(value)}" for name, value in function.keywords.items())
+        return f"{function_name(function.func)}({', '.join([*map(_argument, function.args), *keywords])})"
     return f"{function.__module__}:{getattr(function, '__qualname__', type(function).__qualname__)}"
+
+
+def _argument(value: Any) -> str:
+    return f"function({function_name(value)!r})" if callable(value) else repr(value)
 
 
 def named(function: Callable) -> str:

@@ -115,7 +115,8 @@ def _kind_name(kind: Any) -> str:
 
 
 def _function(flag: str, text: str, current: Any) -> Any:
-    """The function of `module:name` or `file.py:name`; with arguments, as in `module:name(std='none')`, a partial."""
+    """The function of `module:name` or `file.py:name`; with arguments, as in `module:name(std='none')`, a partial. An
+    argument that is a function is written `function('module:name')`."""
     example = function_name(current) if callable(current) else "rewards.py:my_function"
     match = re.fullmatch(r"([^:()]+):([\w.]+)(\(.*\))?", text, re.DOTALL)
     if not match:
@@ -139,13 +140,29 @@ def _function(flag: str, text: str, current: Any) -> Any:
     try:
         call = ast.parse(f"f{arguments}", mode="eval").body
         assert isinstance(call, ast.Call)
-        positional = [ast.literal_eval(a) for a in call.args]
-        named = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
-    except (SyntaxError, ValueError, AssertionError):
-        raise ValueError(
-            f"{flag}={text}: its arguments are no literals; write name=value, with numbers or texts"
-        ) from None
+    except (SyntaxError, AssertionError):
+        raise _no_literals(flag, text) from None
+    positional = [_argument(flag, text, argument) for argument in call.args]
+    named = {str(keyword.arg): _argument(flag, text, keyword.value) for keyword in call.keywords}
     return functools.partial(function, *positional, **named)
+
+
+def _argument(flag: str, text: str, argument: ast.expr) -> Any:
+    """The value of a literal, or the function of `function('module:name')`."""
+    match argument:
+        case ast.Call(func=ast.Name(id="function"), args=[ast.Constant(value=str(name))], keywords=[]):
+            return _function(flag, name, None)
+    try:
+        return ast.literal_eval(argument)
+    except ValueError:
+        raise _no_literals(flag, text) from None
+
+
+def _no_literals(flag: str, text: str) -> ValueError:
+    return ValueError(
+        f"{flag}={text}: its arguments are no literals; write name=value, with numbers, texts or "
+        "function('module:name')"
+    )
 
 
 def _imported(name: str) -> Any:

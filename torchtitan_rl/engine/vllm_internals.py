@@ -28,11 +28,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torchtitan.protocols.model_spec import ModelSpec
 from vllm import LLMEngine, envs
+
+if TYPE_CHECKING:
+    from torchtitan.protocols.model_spec import ModelSpec
 
 __all__ = [
     "chosen_model_runner",

@@ -59,8 +59,10 @@ def torchrun_problem(environment: Mapping[str, str]) -> str:
     if own and (address := loopback(own)):
         if is_number(own):
             return ""
-        where = f"{address}, the loopback of this host, where no other host finds it"
-        return f"{HOST_ADDRESS}={own}: resolves to {where}; {_GIVE}"
+        return (
+            f"{HOST_ADDRESS}={own}: resolves to {address}, the loopback of this host, where no other host finds it; "
+            f"{_GIVE}"
+        )
     if (address := loopback(master)) and rank:
         return (
             f"MASTER_ADDR={master}: resolves to {address}, the loopback of this host, and rank 0 is on another host; "
@@ -85,8 +87,10 @@ def workers_problem(workers: Sequence[str], own: str) -> str:
             "does not find it; give its address on the network that the hosts share"
         )
     if outside and (address := loopback(own)):
-        where = f"the loopback of this host, where {outside[0]} does not find it"
-        return f"{HOST_ADDRESS}={own}: resolves to {address}, {where}; {_GIVE}"
+        return (
+            f"{HOST_ADDRESS}={own}: resolves to {address}, the loopback of this host, where {outside[0]} does not find "
+            f"it; {_GIVE}"
+        )
     return ""
 
 

@@ -43,9 +43,11 @@ def host_problem(host: Host) -> str:
     cuda = host.cuda
     if cuda is None:
         return ""
-    needed = _DRIVERS.get(cuda.torch_cuda.split(".")[0], "")
+    oldest_driver = _DRIVERS.get(cuda.torch_cuda.split(".")[0], "")
     build = f"torch={cuda.torch_version}: is built for CUDA {cuda.torch_cuda}"
-    driver = f"a driver of version {needed} or newer" if needed else f"a driver for CUDA {cuda.torch_cuda}"
+    driver = (
+        f"a driver of version {oldest_driver} or newer" if oldest_driver else f"a driver for CUDA {cuda.torch_cuda}"
+    )
     on_cpu = "TORCHTITAN_RL_EXTRA=cpu bash scripts/setup.sh, and CUDA_VISIBLE_DEVICES= where there are GPUs to hide"
     if "nvidia-ml-py" in cuda.error:
         return f"{build}, and {cuda.error} on {host.address}, which says what its GPUs are; run scripts/setup.sh"
@@ -83,14 +85,14 @@ def memory_problem(
 ) -> str:
     """Why a GPU is too small for the meshes placed on it, by estimate; "" when every GPU is large enough. `parts`: in
     place of `run_parts`."""
-    for host, gpu, roles, needed, by_role in _loads(config, hosts, generators_only, parts):
-        if needed > gpu.total_bytes:
+    for host, gpu, roles, run_bytes, by_role in _loads(config, hosts, generators_only, parts):
+        if run_bytes > gpu.total_bytes:
             each = ", ".join(
                 f"{role} {_gib(sum(part.values()))}" for role, part in by_role.items() if _any(role, roles)
             )
             return (
                 f"gpu={gpu.device} ({gpu.name}) of {host.address}: has {_gib(gpu.total_bytes)} GiB, and "
-                f"{_names(roles)} would need about {_gib(needed)} (tensors of {each}); lower "
+                f"{_names(roles)} would need about {_gib(run_bytes)} (tensors of {each}); lower "
                 "trainer.max_tokens_per_microbatch or generator.kv_cache_gib, use "
                 "trainer.activation_checkpoint='full', roles.colocation='all' or more GPUs, or start anyway with "
                 f"{MEMORY_CHECK}=0"
@@ -100,11 +102,11 @@ def memory_problem(
 
 def busy_problem(config: RunConfig, hosts: list[Host], *, generators_only: bool = False) -> str:
     """Why a GPU has too little free memory now, by estimate; "" when every GPU has enough."""
-    for host, gpu, roles, needed, _ in _loads(config, hosts, generators_only):
-        if needed > gpu.free_bytes:
+    for host, gpu, roles, run_bytes, _ in _loads(config, hosts, generators_only):
+        if run_bytes > gpu.free_bytes:
             return (
                 f"gpu={gpu.device} ({gpu.name}) of {host.address}: {_gib(gpu.free_bytes)} of {_gib(gpu.total_bytes)} "
-                f"GiB are free, and {_names(roles)} would need about {_gib(needed)}; {_users(gpu)}; wait for it, "
+                f"GiB are free, and {_names(roles)} would need about {_gib(run_bytes)}; {_users(gpu)}; wait for it, "
                 f"end it, choose another GPU with CUDA_VISIBLE_DEVICES, or start anyway with {MEMORY_CHECK}=0"
             )
     return ""

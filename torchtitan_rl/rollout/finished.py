@@ -18,9 +18,9 @@ from typing import Any
 from torchtitan_rl.record.json_lines import parsed
 from torchtitan_rl.types import Completion, Rollout, RolloutGroup, Task, Turn
 
-__all__ = ["FinishedGroups", "Kept", "read", "write"]
+__all__ = ["FinishedGroups", "GroupLine", "read", "write"]
 
-Kept = dict[str, Any]
+GroupLine = dict[str, Any]
 """A line of the file."""
 
 
@@ -28,55 +28,55 @@ class FinishedGroups:
     """The groups that have been played and have not trained, by draw."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, Kept] = {}
+        self._lines: dict[str, GroupLine] = {}
         self._restored: set[str] = set()
         """The draws of `restore` that have not been played since."""
 
     def take(self, draw: str, task: Task) -> RolloutGroup | None:
         """The restored group of a draw, once; None where the draw is to be played."""
-        if draw not in self._restored or self._kept[draw]["task"] != task.id:
+        if draw not in self._restored or self._lines[draw]["task"] != task.id:
             return None
         self._restored.remove(draw)
-        return _group(self._kept[draw]["group"], task)
+        return _group(self._lines[draw]["group"], task)
 
     def keep(self, draw: str, task: Task, group: RolloutGroup) -> None:
         """Keeps a copy of a group as it was played."""
-        self._kept[draw] = _kept(group, draw, task)
+        self._lines[draw] = _line(group, draw, task)
 
     def forget(self, slots: set[int]) -> None:
         """Drops the groups of slots that train now."""
-        self._kept = {draw: kept for draw, kept in self._kept.items() if _slot(draw) not in slots}
-        self._restored &= self._kept.keys()
+        self._lines = {draw: line for draw, line in self._lines.items() if _slot(draw) not in slots}
+        self._restored &= self._lines.keys()
 
-    def since(self, slot: int) -> list[Kept]:
+    def since(self, slot: int) -> list[GroupLine]:
         """The groups of `slot` and the slots after it, for `write`; nothing changes them."""
-        return [kept for draw, kept in self._kept.items() if _slot(draw) >= slot]
+        return [line for draw, line in self._lines.items() if _slot(draw) >= slot]
 
-    def restore(self, lines: Iterable[Kept]) -> list[str]:
+    def restore(self, lines: Iterable[GroupLine]) -> list[str]:
         """Takes over what `read` returned. Returns a note about groups that are played again, if any."""
         again = []
-        for kept in lines:
-            if "why" in kept:
-                again.append(kept)
+        for line in lines:
+            if "why" in line:
+                again.append(line)
             else:
-                self._kept[kept["draw"]] = kept
-        self._restored = set(self._kept)
-        first = [f", such as {kept['draw']}: {kept['why']}" for kept in again[:1]]
+                self._lines[line["draw"]] = line
+        self._restored = set(self._lines)
+        first = [f", such as {line['draw']}: {line['why']}" for line in again[:1]]
         return [f"{len(again)} draws had finished and are played again{''.join(first)}"] if again else []
 
 
-def write(file: Path, lines: Iterable[Kept]) -> None:
+def write(file: Path, lines: Iterable[GroupLine]) -> None:
     """Writes a file for `read`. Numbers are exact."""
     with open(file, "w") as f:
-        for kept in lines:
+        for line in lines:
             try:
-                text = json.dumps(kept)
+                text = json.dumps(line)
             except (TypeError, ValueError) as error:  # tensors and other values of a workflow's own
-                text = json.dumps({"draw": kept["draw"], "why": f"is not plain data ({error})"})
+                text = json.dumps({"draw": line["draw"], "why": f"is not plain data ({error})"})
             f.write(text + "\n")
 
 
-def read(file: Path) -> list[Kept]:
+def read(file: Path) -> list[GroupLine]:
     """The lines of a file that `write` wrote; none where the file is missing. Raises ValueError for another file."""
     lines = []
     for number, line in enumerate(file.read_text().splitlines() if file.exists() else (), 1):
@@ -91,7 +91,7 @@ def _slot(draw: str) -> int:
     return int(draw.split("/")[0])
 
 
-def _kept(group: RolloutGroup, draw: str, task: Task) -> Kept:
+def _line(group: RolloutGroup, draw: str, task: Task) -> GroupLine:
     """A copy of a group that shares no list with the group, or why there is none."""
     for rollout in group.rollouts:
         parts = (rollout, Rollout), *((turn, Turn) for turn in rollout.turns)
@@ -124,14 +124,14 @@ def _copied(value: Any) -> Any:
     return dict(value) if isinstance(value, dict) else value
 
 
-def _group(kept: dict[str, Any], task: Task) -> RolloutGroup:
+def _group(group_fields: dict[str, Any], task: Task) -> RolloutGroup:
     """A group with lists of its own."""
     rollouts = []
-    for rollout in kept["rollouts"]:
+    for rollout in group_fields["rollouts"]:
         turns = []
         for turn in rollout["turns"]:
             completion = Completion(**{name: _copied(value) for name, value in turn["completion"].items()})
             turns.append(Turn(**{name: _copied(value) for name, value in turn.items()} | {"completion": completion}))
         fields = {name: _copied(value) for name, value in rollout.items()}
         rollouts.append(Rollout(**fields | {"task": task, "turns": turns}))
-    return RolloutGroup(**{name: _copied(value) for name, value in kept.items()} | {"rollouts": rollouts})
+    return RolloutGroup(**{name: _copied(value) for name, value in group_fields.items()} | {"rollouts": rollouts})

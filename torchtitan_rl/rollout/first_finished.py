@@ -13,7 +13,7 @@ from typing import Any
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.rollout.batches import BatchPlayer
 from torchtitan_rl.rollout.draws import Batch, NothingToTrainOn
-from torchtitan_rl.rollout.finished import Kept
+from torchtitan_rl.rollout.finished import GroupLine
 from torchtitan_rl.rollout.lagged_batches import LaggedBatches
 from torchtitan_rl.types import RolloutGroup
 
@@ -162,7 +162,7 @@ class FirstFinished(LaggedBatches):
         admitted = max(self._draws.next_slot, self._before_owed)
         return super().state_dict() | {"in_flight": in_flight, "admitted": admitted}
 
-    def resume(self, state: dict[str, Any], finished: list[Kept]) -> list[str]:
+    def resume(self, state: dict[str, Any], finished: list[GroupLine]) -> list[str]:
         self._owe(state)
         return super().resume(state, finished)
 

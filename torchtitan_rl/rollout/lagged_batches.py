@@ -10,7 +10,7 @@ from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.record.tracing import running, span
 from torchtitan_rl.rollout.batches import BatchPlayer
 from torchtitan_rl.rollout.draws import Batch, Draws
-from torchtitan_rl.rollout.finished import FinishedGroups, Kept
+from torchtitan_rl.rollout.finished import FinishedGroups, GroupLine
 from torchtitan_rl.rollout.lag import check_lag
 from torchtitan_rl.types import RolloutGroup
 from torchtitan_rl.types.run_state import RunState
@@ -61,7 +61,7 @@ class LaggedBatches(ABC):
         before, newest = self._before(), self._publications[-self._algorithm.max_policy_lag - 1 :]
         return before | {"publications": newest, "finished": self._finished.since(before["next_slot"])}
 
-    def resume(self, state: dict[str, Any], finished: list[Kept]) -> list[str]:
+    def resume(self, state: dict[str, Any], finished: list[GroupLine]) -> list[str]:
         """Goes on from a `state_dict()`, after `Draws.load_state_dict` and the first publication, which is of the same
         weights as the last one of the state. Returns notes for the user."""
         before, now = state.get("publications", []), self._publications[:1]

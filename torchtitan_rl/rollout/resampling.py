@@ -36,10 +36,10 @@ async def fill_batch(
     while True:
         batch.sampled += groups
         with span("filter groups"):
-            kept, left_out = filtered(groups, config, max_tokens=max_tokens, counts=counts)
-        batch.groups += kept
+            passing_groups, left_out = filtered(groups, config, max_tokens=max_tokens, counts=counts)
+        batch.groups += passing_groups
         batch.left_out += left_out
-        draws = _draws_without_group(draws, kept)
+        draws = _draws_without_group(draws, passing_groups)
         limit = filters.max_resamples if batch.groups else max(filters.max_resamples, filters.max_stalled_rounds - 1)
         if not draws or rounds > limit:
             break
@@ -60,10 +60,10 @@ async def fill_batch(
     return batch
 
 
-def _draws_without_group(draws: list[Draw], kept: list[RolloutGroup]) -> list[Draw]:
-    """The draws without a rollout in a kept group. A rollout with no `group`, made by a hook, counts for every draw of
-    its task."""
-    rollouts = [rollout for group in kept for rollout in group.rollouts]
+def _draws_without_group(draws: list[Draw], passing_groups: list[RolloutGroup]) -> list[Draw]:
+    """The draws without a rollout in a group that passed the filters. A rollout with no `group`, made by a hook, counts
+    for every draw of its task."""
+    rollouts = [rollout for group in passing_groups for rollout in group.rollouts]
     filled = {rollout.group for rollout in rollouts} | {r.task.id for r in rollouts if not r.group}
     return [draw for draw in draws if draw.id not in filled and draw.task.id not in filled]
 

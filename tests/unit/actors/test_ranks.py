@@ -43,46 +43,47 @@ def test_so_are_a_trainers_gradients_and_none_stays_none():
     assert answer["a"].tolist() == [3.0] and answer["b"] is None
 
 
+class Store:
+    """Notes (version, tensors, whether they are verified) of what is published."""
+
+    def __init__(self, published):
+        self.published = published
+
+    async def publish(self, manifest, payload, *, handle, verify):
+        tensors = {name: tensor.tolist() for name, tensor in layout.read(payload, manifest).items()}
+        self.published.append((manifest.version, tensors, verify))
+
+
 async def test_a_push_from_a_gpu_waits_for_the_device_before_anyone_hears_of_it(monkeypatch):
     happened = []
-
-    class Store:
-        async def publish(self, manifest, payload, *, handle, verify):
-            happened.append(("published", layout.read(payload, manifest)["w"].tolist(), verify))
-
     exchange = WeightExchange(
         SimpleNamespace(named_buffers=lambda: [], state_dict=lambda: {"w": torch.tensor([1.0, 2.0])}),
         n_kv_heads=1,
         config=TrainerConfig(),
         device=SimpleNamespace(type="cuda"),
-        store=Store(),
+        store=Store(happened),
     )
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     stream = SimpleNamespace(synchronize=lambda: happened.append("waited"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     await exchange.push(3, torch.bfloat16, "shared_memory", True)
-    assert happened == ["waited", ("published", [1.0, 2.0], True)]
+    assert happened == ["waited", (3, {"w": [1.0, 2.0]}, True)]
     exchange.close()
 
 
 async def test_weights_that_are_not_finite_are_named_and_never_published(monkeypatch):
     """Finite in the trainer's float32, infinite in the generators' bfloat16."""
     published = []
-
-    class Store:
-        async def publish(self, manifest, payload, *, handle, verify):
-            published.append(manifest.version)
-
     state = {"a": torch.ones(2), "b": torch.tensor([1.0, 3.4e38])}
     exchange = WeightExchange(
         SimpleNamespace(named_buffers=lambda: [], state_dict=lambda: state),
         n_kv_heads=1,
         config=TrainerConfig(),
         device=SimpleNamespace(type="cpu"),
-        store=Store(),
+        store=Store(published),
     )
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     assert await exchange.push(3, torch.float32, "shared_memory", True) == ""
     assert await exchange.push(4, torch.bfloat16, "shared_memory", True) == "b"
-    assert published == [3]
+    assert [version for version, _, _ in published] == [3]
     exchange.close()

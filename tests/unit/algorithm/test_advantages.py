@@ -11,7 +11,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.unit.algorithm import made, reference
+from tests.kit.rollouts import attempts
+from tests.unit.algorithm import reference
 from torchtitan_rl.algorithm import advantages as estimators
 from torchtitan_rl.algorithm.advantages import (
     batch_estimator,
@@ -70,7 +71,7 @@ def test_rewards_that_differ_by_rounding_are_equal_to_estimators_filter_and_metr
     noise, spread = torch.tensor(NOISE, dtype=torch.float64), torch.tensor([1.0, 0.0], dtype=torch.float64)
     assert [x.tolist() for x in reinforce_pp_baseline([noise, noise])] == [[0.0] * 4] * 2
     assert reinforce_pp_baseline([noise, spread])[0].tolist() == [0.0] * 4
-    group = RolloutGroup(id="0/0", rollouts=made.attempts(0, NOISE))
+    group = RolloutGroup(id="0/0", rollouts=attempts(0, NOISE))
     kept, left_out = filtered([group], AlgorithmConfig(filters=FilterConfig(zero_variance=True)), max_tokens=8)
     assert kept == [] and [each.left_out for each in left_out] == ["zero_variance"]
     assert lines.of_batch([group], {})["reward/zero_std_frac"] == 1.0

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torchtitan.config import ParallelismConfig
 
-from tests.unit.algorithm.made import group, rollout, turn
+from tests.kit.rollouts import group, rollout, turn
 from torchtitan_rl.algorithm.datums import to_datums
 from torchtitan_rl.algorithm.objective import policy_objective
 from torchtitan_rl.config.algorithm import AlgorithmConfig

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.kit.refusal import refusal
 from torchtitan_rl.algorithm.advantages import group_centered
 from torchtitan_rl.algorithm.datums import demonstration_datums, to_datums
 from torchtitan_rl.algorithm.gae import with_gae
@@ -199,21 +200,19 @@ def divided_by_zero(rewards_G):
     return rewards_G / 0.0
 
 
-def refusal(advantage_fn):
-    with pytest.raises(ValueError) as caught:
-        to_datums([PAIR], AlgorithmConfig(advantage_fn=advantage_fn))
-    return str(caught.value)
+def refused(advantage_fn):
+    return refusal(to_datums, [PAIR], AlgorithmConfig(advantage_fn=advantage_fn))
 
 
 def test_an_estimator_with_the_wrong_number_of_advantages_is_refused():
-    assert refusal(one_too_many) == (
+    assert refused(one_too_many) == (
         "algorithm.advantage_fn=one_too_many: gave [1.0, 0.0, 1.0] for rewards [1.0, 0.0] of group 0/0; "
         "return one finite number per rollout, as a tensor or a list"
     )
 
 
 def test_an_estimator_with_advantages_that_are_not_finite_is_refused():
-    assert refusal(divided_by_zero) == (
+    assert refused(divided_by_zero) == (
         "algorithm.advantage_fn=divided_by_zero: gave [inf, nan] for rewards [1.0, 0.0] of group 0/0; "
         "return one finite number per rollout, as a tensor or a list"
     )
@@ -224,14 +223,14 @@ def test_an_estimator_that_gives_no_vector_is_refused(returned):
     def estimator(rewards_G):
         return returned
 
-    assert "algorithm.advantage_fn=" in refusal(estimator)
+    assert "algorithm.advantage_fn=" in refused(estimator)
 
 
 def test_a_partial_estimator_is_refused_by_the_name_of_its_function():
     def scaled(rewards_G, scale):
         return scale * rewards_G
 
-    assert "scaled" in refusal(functools.partial(scaled, scale=math.nan))
+    assert "scaled" in refused(functools.partial(scaled, scale=math.nan))
     data = to_datums([PAIR], AlgorithmConfig(advantage_fn=functools.partial(scaled, scale=2.0)))
     assert data[0].loss_inputs["advantages"].tolist() == [0, 0, 2.0, 2.0]
 

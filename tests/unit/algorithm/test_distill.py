@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.algorithm.made import group, rollout, turn
+from tests.kit.rollouts import group, rollout, turn
 from torchtitan_rl.algorithm.datums import to_datums
 from torchtitan_rl.algorithm.distill import teacher_request, token_advantages, with_teacher
 from torchtitan_rl.algorithm.grouping import form_groups

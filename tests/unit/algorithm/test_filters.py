@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.algorithm.made import attempts, group, rollout, turn
+from tests.kit.family import Family
+from tests.kit.rollouts import attempts, group, rollout, turn
 from torchtitan_rl.algorithm.datums import to_datums
 from torchtitan_rl.algorithm.filters import filtered, overlong_penalty
 from torchtitan_rl.algorithm.grouping import form_groups
@@ -19,7 +20,7 @@ from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.config.run import RunConfig, SamplingConfig
 from torchtitan_rl.rollout.batches import BatchPlayer, SynchronousBatches
 from torchtitan_rl.rollout.draws import Draws, NothingToTrainOn
-from torchtitan_rl.types import Task
+from torchtitan_rl.tasks.family import TaskSource
 from torchtitan_rl.types.run_state import RunState
 
 
@@ -168,14 +169,6 @@ class Tasks:
         return form_groups(rollouts, AlgorithmConfig(), counts)
 
 
-class Source:
-    def next(self, num_tasks):
-        return [Task(id="t", prompt="")] * num_tasks
-
-    def replacement(self, slot, round):
-        return Task(id="t", prompt="")
-
-
 async def filled(play, algorithm):
     config = RunConfig(
         name="unit",
@@ -184,7 +177,7 @@ async def filled(play, algorithm):
         algorithm=algorithm,
         sampling=SamplingConfig(max_tokens=8),
     )
-    draws, rollouts = Draws(Source()), SimpleNamespace(play=play)
+    draws, rollouts = Draws(TaskSource(Family(), "train", 0)), SimpleNamespace(play=play)
     player = BatchPlayer(algorithm, rollouts, draws, lambda draws, step: None, max_tokens=config.sampling.max_tokens)
     batches = SynchronousBatches(player, draws, RunState(seed=0))
     return await batches.next_batch()
@@ -264,7 +257,8 @@ async def test_a_workflow_that_never_plays_a_turn_stalls_the_run():
 
 async def test_what_overlong_filters_did_is_counted():
     async def roll_out(draws, counts):
-        return [group(sized(2, 1.0), sized(8, 0.0, i=1, truncated=True))]
+        attempts = sized(2, 1.0), sized(8, 0.0, i=1, truncated=True)
+        return [group(*(replace(attempt, group=draws[0].id) for attempt in attempts))]
 
     async def metrics(**filters):
         return (await filled(roll_out, config(tasks_per_step=1, **filters))).metrics

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.unit.algorithm.made import attempts, rollout, turn
+from tests.kit.refusal import refusal
+from tests.kit.rollouts import attempts, rollout, turn
 from torchtitan_rl.algorithm.datums import to_datums
 from torchtitan_rl.algorithm.grouping import form_groups
 from torchtitan_rl.config.algorithm import AlgorithmConfig
@@ -23,10 +24,8 @@ def ids(groups):
     return {group.id: [rollout.id for rollout in group.rollouts] for group in groups}
 
 
-def refusal(rollouts, hook=None):
-    with pytest.raises(ValueError) as caught:
-        form_groups(rollouts, AlgorithmConfig(trajectory_grouping_hook=hook))
-    return str(caught.value)
+def refused(rollouts, hook=None):
+    return refusal(form_groups, rollouts, AlgorithmConfig(trajectory_grouping_hook=hook))
 
 
 # The default.
@@ -82,7 +81,7 @@ def test_rewards_are_all_of_the_rollouts_or_all_of_their_last_turns(pairs, rewar
 
 
 def test_a_reward_that_is_nowhere_is_refused():
-    assert refusal(rewarded((1.0, 5.0), (None, None))) == (
+    assert refused(rewarded((1.0, 5.0), (None, None))) == (
         "rollout=0/0/1: its last turn has no reward, and 1 of 2 rollouts of group 0/0 have one of their own; give "
         "every rollout a reward, or every last turn"
     )
@@ -91,7 +90,7 @@ def test_a_reward_that_is_nowhere_is_refused():
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_reward_that_is_not_finite_is_refused_wherever_it_comes_from(bad):
     for pairs in ([(bad, 5.0), (0.0, 5.0)], [(None, bad), (None, 5.0)]):
-        assert refusal(rewarded(*pairs)) == (
+        assert refused(rewarded(*pairs)) == (
             f"reward={bad}: of rollout 0/0/0 is not finite; give every rollout a finite reward"
         )
 
@@ -99,7 +98,7 @@ def test_a_reward_that_is_not_finite_is_refused_wherever_it_comes_from(bad):
 @pytest.mark.parametrize("large", [1.7e308, -1e7])
 def test_a_reward_beyond_a_million_is_refused_wherever_it_comes_from(large):
     for pairs in ([(large, 5.0), (0.0, 5.0)], [(None, large), (None, 5.0)]):
-        assert refusal(rewarded(*pairs)) == (
+        assert refused(rewarded(*pairs)) == (
             f"reward={large}: of rollout 0/0/0 is too large; give every rollout a finite number between -1e+06 and "
             "1e+06"
         )
@@ -172,7 +171,7 @@ WHERE = "algorithm.trajectory_grouping_hook=made_by: "
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda each: dataclasses.replace(each, reward=5.0)])
 def test_copies_are_refused(copied):
-    assert refusal(attempts(0, [0.0, 1.0]), hook(lambda rollouts: [rollouts[0], copied(rollouts[1])])) == (
+    assert refused(attempts(0, [0.0, 1.0]), hook(lambda rollouts: [rollouts[0], copied(rollouts[1])])) == (
         WHERE
         + "group 'g' holds a copy of rollout 0/0/1; return the rollout itself (its reward may be set), or give a part "
         "of it an id of its own"
@@ -180,7 +179,7 @@ def test_copies_are_refused(copied):
 
 
 def test_an_empty_group_is_refused():
-    assert refusal(attempts(0, [0.0]), hook(lambda rollouts: [])) == (
+    assert refused(attempts(0, [0.0]), hook(lambda rollouts: [])) == (
         WHERE + "group 0 ('g') is empty; leave empty groups out"
     )
 
@@ -191,13 +190,13 @@ def test_rollouts_it_was_not_given_are_refused():
         WHERE + "group 'g' holds rollout 1/1/1, of which 1 of 1 turns were not given to it (a copied turn is another "
         "turn); build groups of the turns it is given"
     )
-    assert refusal(attempts(0, [0.0]), hook(lambda rollouts: [*rollouts, stranger])) == message
+    assert refused(attempts(0, [0.0]), hook(lambda rollouts: [*rollouts, stranger])) == message
     part = lambda rollouts: [dataclasses.replace(rollouts[0], id="1/1/1", turns=copy.deepcopy(rollouts[0].turns))]  # noqa: E731
-    assert refusal(attempts(0, [0.0]), hook(part)) == message
+    assert refused(attempts(0, [0.0]), hook(part)) == message
 
 
 def test_a_turn_trains_once():
-    assert refusal(attempts(0, [0.0]), hook(lambda rollouts: rollouts * 2)) == (
+    assert refused(attempts(0, [0.0]), hook(lambda rollouts: rollouts * 2)) == (
         WHERE + "a turn of rollout 0/0/0 is in group 'g' and again in group 'g'; it would train twice, put it in one"
     )
 
@@ -215,7 +214,7 @@ def test_something_else_than_groups_is_refused(returned, what):
     def made_by(rollouts, config):
         return returned
 
-    assert refusal(attempts(0, [0.0]), made_by) == f"{WHERE}returned a {what}; return a list of RolloutGroup"
+    assert refused(attempts(0, [0.0]), made_by) == f"{WHERE}returned a {what}; return a list of RolloutGroup"
 
 
 def test_rollouts_a_hook_leaves_out_are_counted_and_told(caplog):

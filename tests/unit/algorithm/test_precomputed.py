@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.algorithm.made import group, rollout, turn
+from tests.kit.rollouts import group, rollout, turn
 from torchtitan_rl.algorithm.datums import to_datums
 from torchtitan_rl.algorithm.gae import with_gae
 from torchtitan_rl.algorithm.grouping import form_groups

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.refusal import refusal
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.config.load import apply_overrides, load_config
 from torchtitan_rl.config.resolve import resolved
@@ -47,25 +48,23 @@ def test_any_other_mode_is_refused_at_once(mode):
         AlgorithmConfig().stepwise_mode = mode
 
 
-def refusal(**settings):
+def refused(**settings):
     """The message with which the quickstart is refused with other settings of `algorithm`; `filters__x` sets a
     filter."""
     run = load_config(QUICKSTART)
     for name, value in settings.items():
         target = run.algorithm.filters if name.startswith("filters__") else run.algorithm
         setattr(target, name.removeprefix("filters__"), value)
-    with pytest.raises(ValueError) as caught:
-        validate(run)
-    return str(caught.value)
+    return refusal(validate, run)
 
 
 def accepted(**settings):
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
-        refusal(**settings)
+        refused(**settings)
 
 
 def test_a_filter_that_nothing_can_pass_is_refused():
-    assert refusal(filters__zero_variance=True, group_size=1) == (
+    assert refused(filters__zero_variance=True, group_size=1) == (
         "algorithm.filters.zero_variance=True: can never pass a group of algorithm.group_size=1, whose reward is equal "
         "to itself; raise group_size or use False"
     )
@@ -112,7 +111,7 @@ def test_a_filter_that_nothing_can_pass_is_refused():
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings, message):
-    assert refusal(**settings).startswith(message)
+    assert refused(**settings).startswith(message)
 
 
 async def waiting_hook(rollouts, config):
@@ -120,7 +119,7 @@ async def waiting_hook(rollouts, config):
 
 
 def test_a_hook_is_a_plain_function_of_two():
-    assert "is not a plain function" in refusal(trajectory_grouping_hook=waiting_hook)
+    assert "is not a plain function" in refused(trajectory_grouping_hook=waiting_hook)
     accepted(trajectory_grouping_hook=lambda rollouts, config: [])
     accepted(trajectory_grouping_hook=lambda rollouts, config, *, verbose=False: [])
 

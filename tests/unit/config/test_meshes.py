@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.kit.refusal import refusal
 from torchtitan_rl.config.load import apply_overrides
 from torchtitan_rl.config.meshes import LoRAConfig, TrainerConfig
 from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
@@ -23,12 +24,6 @@ def run_config(**trainer):
         trainer=TrainerConfig(**trainer),
     )
     return config
-
-
-def refusal(function, *args, **kwargs):
-    with pytest.raises(ValueError) as caught:
-        function(*args, **kwargs)
-    return str(caught.value)
 
 
 def test_it_is_set_from_the_shell_where_the_config_has_it():

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kit.refusal import refusal
 from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
 from torchtitan_rl.model.files import BUILTIN_ASSETS, assets_dir, has_weights, missing_weights, write_model_dir
 from torchtitan_rl.model.shape import resolve_shape
@@ -29,12 +30,6 @@ shapes = st.builds(
     rope_theta=st.sampled_from([1e4, 1e6]),
     norm_eps=st.sampled_from([1e-6, 1e-5]),
 )
-
-
-def refusal(function, *args):
-    with pytest.raises(ValueError) as caught:
-        function(*args)
-    return str(caught.value)
 
 
 def test_parameters_by_hand():

@@ -5,24 +5,10 @@ import asyncio
 
 import pytest
 
+from tests.kit.mesh import Mesh
 from torchtitan_rl.actors.operations import GeneratorOperations, TrainerOperations
 from torchtitan_rl.dispatch.placement import Placement
 from torchtitan_rl.dispatch.role_mesh import WorkerLost
-
-
-class Mesh:
-    dead = ()
-
-    def __init__(self, role, log):
-        self.role, self.log = role, log
-
-    async def call_all(self, operation, parts):
-        self.log.append((self.role, operation.__name__, *parts))
-
-    async def call_leader(self, operation, *args):
-        if self.role in self.dead:
-            raise WorkerLost(f"{self.role} died")
-        self.log.append((self.role, operation.__name__, *args))
 
 
 def operation_of(role, name):
@@ -203,10 +189,10 @@ async def test_a_generator_that_died_takes_no_more_turns_and_the_last_one_is_an_
     replicas = [Mesh("generator-0", log), Mesh("generator-1", log)]
     built.add("policy", [Mesh("policy", log)])
     built.add("generator", replicas)
-    replicas[0].dead = ("generator-0",)
+    replicas[0].answers["sleep"] = WorkerLost("generator-0 died")
     await built.evict("generator")
     assert log == [("generator-1", "sleep")]
-    replicas[1].dead = ("generator-1",)
+    replicas[1].answers["wake"] = WorkerLost("generator-1 died")
     with pytest.raises(WorkerLost, match="generator-1 died"):
         async with built.turn("generator", GeneratorOperations.sample):
             pass

@@ -2,32 +2,19 @@
 
 import pytest
 
+from tests.kit.clock import Clock
+from tests.kit.mesh import Mesh
+from tests.kit.versions import Versions
 from torchtitan_rl.dispatch.repair import Repair, TooManyRestarts
 from torchtitan_rl.dispatch.replica import ReplicaLost
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Versions:
-    served = 3
-
-
-class Fake:
-    """A replica that pulls what it is told, after `outcomes` that go wrong."""
+class Replica:
+    """Pulls what it is told, after `outcomes` that go wrong."""
 
     def __init__(self, versions, *outcomes):
-        self.versions, self.outcomes, self.loaded_version, self.lost = (
-            versions,
-            list(outcomes),
-            None,
-            "its process died",
-        )
-        self.mesh = type("Mesh", (), {"role": "generator-0"})()
+        self.versions, self.outcomes, self.mesh = versions, list(outcomes), Mesh("generator-0")
+        self.loaded_version, self.lost = None, "its process died"
 
     async def pull(self, version):
         if self.outcomes:
@@ -55,46 +42,46 @@ def repair(meshes, clock=None, **limits):
 
 
 async def test_a_replacement_that_does_not_start_counts_and_is_replaced():
-    versions = Versions()
-    good = Fake(versions)
+    versions = Versions(3)
+    good = Replica(versions)
     made = repair([RuntimeError("no memory"), good])
-    assert await made.replacement(Fake(versions), lambda mesh: mesh) is good
+    assert await made.replacement(Replica(versions), lambda mesh: mesh) is good
     assert good.loaded_version == 3 and made.num_restarts == 2
 
 
 async def test_a_version_published_meanwhile_is_loaded_instead():
-    versions = Versions()
-    replica = Fake(versions, 4, 5)
+    versions = Versions(3)
+    replica = Replica(versions, 4, 5)
     made = repair([replica])
-    await made.replacement(Fake(versions), lambda mesh: mesh)
+    await made.replacement(Replica(versions), lambda mesh: mesh)
     assert replica.loaded_version == 5 and made.num_restarts == 1
 
 
 async def test_a_replacement_that_fails_while_it_catches_up_holds_no_version_any_more():
-    class Behind(Fake):
+    class Behind(Replica):
         async def pull(self, version):
             await super().pull(version)
             self.versions.served, self.outcomes = 4, [ReplicaLost("its process died")]
 
-    versions = Versions()
-    behind, good = Behind(versions), Fake(versions)
-    await repair([behind, good]).replacement(Fake(versions), lambda mesh: mesh)
+    versions = Versions(3)
+    behind, good = Behind(versions), Replica(versions)
+    await repair([behind, good]).replacement(Replica(versions), lambda mesh: mesh)
     assert (behind.loaded_version, good.loaded_version) == (None, 4)
 
 
 async def test_restarts_are_counted_within_a_window():
-    versions, clock = Versions(), Clock()
-    made = repair([Fake(versions) for _ in range(4)], clock)
+    versions, clock = Versions(3), Clock()
+    made = repair([Replica(versions) for _ in range(4)], clock)
     for now in (0, 50, 101):
         clock.now = now
-        await made.replacement(Fake(versions), lambda mesh: mesh)
+        await made.replacement(Replica(versions), lambda mesh: mesh)
     clock.now = 149
     with pytest.raises(TooManyRestarts, match=r"=2: so many .* within 100 s, .* \(its process died\); look at"):
-        await made.replacement(Fake(versions), lambda mesh: mesh)
+        await made.replacement(Replica(versions), lambda mesh: mesh)
 
 
 async def test_a_replacement_that_never_works_ends_in_too_many():
-    versions = Versions()
-    made = repair([Fake(versions, ReplicaLost("dead again")), Fake(versions, ReplicaLost("dead again"))])
+    versions = Versions(3)
+    made = repair([Replica(versions, ReplicaLost("dead again")), Replica(versions, ReplicaLost("dead again"))])
     with pytest.raises(TooManyRestarts, match=r"\(dead again\)"):
-        await made.replacement(Fake(versions), lambda mesh: mesh)
+        await made.replacement(Replica(versions), lambda mesh: mesh)

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kit.mesh import Mesh
 from torchtitan_rl.algorithm.losses import cross_entropy
 from torchtitan_rl.dispatch.microbatches import plan_microbatches
 from torchtitan_rl.dispatch.training_client import TrainingClient, _agreed, _merge
@@ -149,13 +150,12 @@ def test_a_datum_longer_than_the_context_is_refused_by_its_position():
 
 
 def test_datums_with_another_number_of_targets_are_refused_whatever_their_microbatch():
-    client = TrainingClient(None, max_tokens_per_microbatch=1, max_datum_tokens=4, temperature=1.0, vocab_size=7)
+    client = TrainingClient(Mesh(), max_tokens_per_microbatch=1, max_datum_tokens=4, temperature=1.0, vocab_size=7)
     several = Datum(
         tokens=torch.arange(2),
         target_tokens=torch.zeros(2, 3, dtype=torch.int64),
         loss_inputs={"token_weights": torch.ones(2)},
     )
-    client._mesh = type("Mesh", (), {"role": "policy", "data_parallel_size": 1})
     with pytest.raises(ValueError) as caught:
         client.forward([datum(2), several])
     assert str(caught.value) == (
@@ -187,32 +187,19 @@ def test_a_rank_that_answers_with_too_few_rows_is_named():
         )
 
 
-class _Mesh:
-    """What `push_weights` and `discard_weights` of the ranks answer."""
-
-    role, data_parallel_size = "policy", 2
-
-    def __init__(self, *answers):
-        self.answers, self.discarded = list(answers), []
-
-    async def call_each(self, endpoint, *args):
-        return self.answers
-
-    async def call_all(self, endpoint, version):
-        self.discarded.append(version)
-
-
 async def test_a_version_that_one_rank_found_not_finite_is_discarded_and_named():
     async def push(*answers):
-        mesh = _Mesh(*answers)
+        mesh = Mesh(push_weights=list(answers))
         client = TrainingClient(mesh, max_tokens_per_microbatch=8, max_datum_tokens=8, temperature=1.0, vocab_size=64)
-        return mesh, await client.push_weights(torch.float32, "store", True)
+        try:
+            return await client.push_weights(torch.float32, "store", True)
+        finally:
+            discarded.extend(entry[2] for entry in mesh.log if entry[1] == "discard_weights")
 
-    assert (await push(7, 7))[1] == 7
+    discarded = []
+    assert await push(7, 7) == 7
     with pytest.raises(RuntimeError, match="ranks disagree: \\[7, 8\\]"):
         await push(7, 8)
-    mesh = _Mesh(NotFinite(version=7, tensor="norm.weight"), 7)
-    client = TrainingClient(mesh, max_tokens_per_microbatch=8, max_datum_tokens=8, temperature=1.0, vocab_size=64)
     with pytest.raises(WeightsNotFinite, match="policy_version=7: norm.weight has a NaN or an infinity"):
-        await client.push_weights(torch.float32, "store", True)
-    assert mesh.discarded == [7]
+        await push(NotFinite(version=7, tensor="norm.weight"), 7)
+    assert discarded == [7]

@@ -6,8 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.kit.view import VIEW
 from tests.unit.families.shapes import LLAMA, SIZES, YARN
-from tests.unit.families.test_families import LENGTH, View, logprobs, perturbed, reference_logprobs
+from tests.unit.families.test_families import LENGTH, logprobs, perturbed, reference_logprobs
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.families import ExpertsShape, Llama3Shape, Qwen2Shape, Qwen3Shape, shape_of_hf
 from torchtitan_rl.model.spec import build_spec, training_spec
@@ -102,7 +103,7 @@ def test_an_altered_config_is_refused_or_computed(base, altered, tmp_path):
     content = of(base, altered)
     if (shape := accepted(content)) is None:
         return
-    spec = training_spec(build_spec(ModelConfig(shape=shape)), View, attention="sdpa", chunk_bytes=2**20)
+    spec = training_spec(build_spec(ModelConfig(shape=shape)), VIEW, attention="sdpa", chunk_bytes=2**20)
     ours = spec.model.build()
     ours.init_weights()
     perturbed(ours)

@@ -7,9 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config
 
-from tests.unit.config.test_load import refusal
+from tests.kit.refusal import refusal
+from tests.kit.view import VIEW
 from tests.unit.families.shapes import SHAPES
-from tests.unit.families.test_families import LENGTH, View, logprobs, perturbed
+from tests.unit.families.test_families import LENGTH, logprobs, perturbed
 from torchtitan_rl import adapters
 from torchtitan_rl.config.meshes import LoRAConfig, TrainerConfig
 from torchtitan_rl.config.model import DeepseekV3Shape, ExpertsShape, ModelConfig
@@ -65,7 +66,7 @@ def read(content):
 
 
 def built(shape):
-    spec = training_spec(build_spec(ModelConfig(shape=shape)), View, attention="sdpa", chunk_bytes=2**20)
+    spec = training_spec(build_spec(ModelConfig(shape=shape)), VIEW, attention="sdpa", chunk_bytes=2**20)
     model = spec.model.build()
     torch.manual_seed(0)
     model.init_weights()

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.kit.view import VIEW
 from tests.unit.families.shapes import SHAPES
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.families.delta_net import Chunks, causal_conv, gated_delta_rule
@@ -91,12 +92,6 @@ def test_the_convolution_begins_anew_in_every_document_after_its_history():
     torch.testing.assert_close(causal_conv(x, weight, chunks), causal_conv(x, weight, chunks, zeros))
 
 
-class View:
-    from torchtitan.config import ParallelismConfig
-
-    parallelism = ParallelismConfig(spmd_backend="partial_dtensor")
-
-
 def hidden(model, embeddings, lengths):
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     x = embeddings[None]
@@ -107,7 +102,7 @@ def hidden(model, embeddings, lengths):
 
 def test_packed_documents_do_not_see_each_other():
     torch.manual_seed(0)
-    spec = training_spec(build_spec(ModelConfig(shape=SHAPES["qwen3_5"])), View, attention="sdpa", chunk_bytes=2**20)
+    spec = training_spec(build_spec(ModelConfig(shape=SHAPES["qwen3_5"])), VIEW, attention="sdpa", chunk_bytes=2**20)
     model = spec.model.build()
     model.init_weights()
     lengths = (9, 70, 2, 30)

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
 
+from tests.kit.view import VIEW
 from tests.unit.families.shapes import SHAPES, SIZES
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.families import Llama3Shape, Qwen2Shape, shape_of_hf
@@ -20,14 +21,6 @@ from torchtitan_rl.model.spec import build_spec, training_spec
 from torchtitan_rl.weights.hf import write_hf_dir
 
 LENGTH = 100  # beyond the original context of every scaled rotary embedding
-
-
-class View:
-    """What `training_spec` reads of a trainer's config."""
-
-    from torchtitan.config import ParallelismConfig
-
-    parallelism = ParallelismConfig(spmd_backend="partial_dtensor")
 
 
 def perturbed(model, seed=0):
@@ -47,7 +40,7 @@ def both(request, tmp_path_factory):
     """(shape, torchtitan's model, its adapter, transformers' model with the same weights)."""
     shape = SHAPES[request.param]
     spec = build_spec(ModelConfig(shape=shape))
-    spec = training_spec(spec, View, attention="sdpa", chunk_bytes=2**20)
+    spec = training_spec(spec, VIEW, attention="sdpa", chunk_bytes=2**20)
     torch.manual_seed(0)
     ours = spec.model.build()
     ours.init_weights()

@@ -9,9 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, Mxfp4Config
 
-from tests.unit.config.test_load import refusal
+from tests.kit.refusal import refusal
+from tests.kit.view import VIEW
 from tests.unit.families.shapes import SHAPES
-from tests.unit.families.test_families import LENGTH, View, logprobs, perturbed
+from tests.unit.families.test_families import LENGTH, logprobs, perturbed
 from torchtitan_rl.config.meshes import LoRAConfig, TrainerConfig
 from torchtitan_rl.config.model import ExpertsShape, GptOssShape, ModelConfig
 from torchtitan_rl.families import shape_of_directory, shape_of_hf
@@ -70,7 +71,7 @@ def read(content):
 
 
 def built(shape, attention="sdpa"):
-    spec = training_spec(build_spec(ModelConfig(shape=shape)), View, attention=attention, chunk_bytes=2**20)
+    spec = training_spec(build_spec(ModelConfig(shape=shape)), VIEW, attention=attention, chunk_bytes=2**20)
     model = spec.model.build()
     torch.manual_seed(0)
     model.init_weights()

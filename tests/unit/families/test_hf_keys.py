@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoConfig, Qwen3Config, Qwen3MoeConfig
 
 from tests import config_keys
-from tests.unit.config.test_load import refusal
+from tests.kit.refusal import refusal
 from torchtitan_rl.config.model import ExpertsShape, ModelConfig, Qwen3Shape
 from torchtitan_rl.families.hf_keys import check_keys
 from torchtitan_rl.families.rope import YarnScaling

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.kit.clock import Clock
 from torchtitan_rl.dispatch.router import Router
 from torchtitan_rl.health.samples import Samples
 from torchtitan_rl.health.watch import Watch
@@ -120,14 +121,14 @@ def test_samples_have_memory_and_times(run_dir, caplog):
 
 
 def test_samples_become_rarer(tmp_path, monkeypatch):
-    now, times = [0.0], []
-    samples = Samples(tmp_path, clock=lambda: now[0])
+    clock, times = Clock(), []
+    samples = Samples(tmp_path, clock=clock)
     monkeypatch.setattr(samples, "_processes_by_name", dict)
-    while now[0] < 36_000:
+    while clock.now < 36_000:
         if samples.due():
             samples.take()
-            times.append(now[0])
-        now[0] += 0.5
+            times.append(clock.now)
+        clock.now += 0.5
     assert times[:3] == [0.0, 1.0, 2.0] and times[-1] - times[-2] == 30.0
     assert len(times) < 1800  # of ten hours
 
@@ -155,14 +156,14 @@ def test_processes_are_named_after_their_logs(tmp_path):
 
 
 def test_a_router_sums_up_the_time_of_requests():
-    now = [0.0]
-    router = Router(2, clock=lambda: now[0])
+    clock = Clock()
+    router = Router(2, clock=clock)
     state = {"healthy": [0, 1], "loaded_versions": [1, 1], "newest": 1}
     assert router.route([[1], [2]], None, **state) == [0, 1]
-    now[0] = 2.0
+    clock.now = 2.0
     router.finished(0, 1, None)
-    now[0] = 5.0
+    clock.now = 5.0
     assert router.times() == [(2.0, 1), (5.0, 0)]
     router.finished(1, 1, None)
-    now[0] = 9.0
+    clock.now = 9.0
     assert router.times() == [(2.0, 1), (5.0, 1)]

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.kit.refusal import refusal
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.launch.inventory import Devices, Host, MeshSize, Place, address_towards, check_fits, meshes
@@ -27,12 +28,6 @@ def run_config(*, dp=1, num_hosts=1, generator_tp=1, num_replicas=1):
 def places(config, hosts):
     devices = Devices(hosts)
     return {mesh.role: devices.take(mesh) for mesh in meshes(config)}
-
-
-def refusal(config, hosts):
-    with pytest.raises(ValueError) as caught:
-        check_fits(config, hosts)
-    return str(caught.value)
 
 
 def test_without_gpus_the_trainer_is_first_and_replicas_go_round_the_hosts_from_one_without_trainer():
@@ -64,7 +59,7 @@ def test_a_mesh_over_hosts_gets_neighbours():
 
 
 def test_gpus_are_not_shared_unless_asked():
-    message = refusal(run_config(dp=2), gpu_hosts(1, 2))
+    message = refusal(check_fits, run_config(dp=2), gpu_hosts(1, 2))
     assert message.startswith("generator-0: needs 1 GPU on 1 host; free GPUs: 0 of 2 on 10.0.0.0")
     devices = Devices(gpu_hosts(1, 2))
     devices.take(MeshSize(role="policy", num_ranks=2))
@@ -79,31 +74,31 @@ def test_gpus_are_not_shared_unless_asked():
 def test_a_host_with_one_gpu_shares_it_among_its_meshes():
     taken = places(run_config(), gpu_hosts(1, 1))
     assert taken["policy"] == taken["generator-0"] == Place(hosts=[0], devices=["0"])
-    assert "needs 2 GPUs" in refusal(run_config(dp=2), gpu_hosts(1, 1))
+    assert "needs 2 GPUs" in refusal(check_fits, run_config(dp=2), gpu_hosts(1, 1))
 
 
 def test_more_gpus_than_there_are_is_refused_with_the_numbers():
-    message = refusal(run_config(dp=16, num_hosts=2), gpu_hosts(2, 4))
+    message = refusal(check_fits, run_config(dp=16, num_hosts=2), gpu_hosts(2, 4))
     assert "policy: needs 8 GPUs on 2 hosts; free GPUs: 4 of 4 on 10.0.0.0, 4 of 4 on 10.0.0.1" in message
 
 
 def test_more_hosts_than_the_launch_has_is_refused():
-    message = refusal(run_config(dp=3, num_hosts=3), cpu_hosts(2))
+    message = refusal(check_fits, run_config(dp=3, num_hosts=3), cpu_hosts(2))
     assert "trainer.num_hosts=3" in message and "the launch has 2 hosts (10.0.0.0, 10.0.0.1)" in message
 
 
 @pytest.mark.parametrize("num_hosts", [0, 2])
 def test_hosts_that_do_not_divide_the_ranks_are_refused(num_hosts):
-    message = refusal(run_config(dp=3, num_hosts=num_hosts), cpu_hosts(2))
+    message = refusal(check_fits, run_config(dp=3, num_hosts=num_hosts), cpu_hosts(2))
     assert f"trainer.num_hosts={num_hosts}" in message
     assert num_hosts == 0 or "3 ranks" in message
 
 
 def test_at_most_two_ranks_of_a_kind_per_core():
     check_fits(run_config(dp=4, generator_tp=2, num_replicas=2), cpu_hosts(1))
-    message = refusal(run_config(generator_tp=2, num_replicas=3), cpu_hosts(1))
+    message = refusal(check_fits, run_config(generator_tp=2, num_replicas=3), cpu_hosts(1))
     assert "would make 6 generator ranks on 10.0.0.0, whose 2 cores carry at most 4" in message
-    assert "would make 5 ranks of policy" in refusal(run_config(dp=5), cpu_hosts(1))
+    assert "would make 5 ranks of policy" in refusal(check_fits, run_config(dp=5), cpu_hosts(1))
     check_fits(run_config(generator_tp=2, num_replicas=3), cpu_hosts(2))
 
 
@@ -111,7 +106,7 @@ def test_at_most_two_ranks_of_a_kind_per_core():
 def test_more_threads_than_cores_are_refused(kind):
     config = run_config()
     getattr(config, kind).num_threads = 3
-    assert f"{kind}.num_threads=3: 10.0.0.0 has 2 cores" in refusal(config, cpu_hosts(1))
+    assert f"{kind}.num_threads=3: 10.0.0.0 has 2 cores" in refusal(check_fits, config, cpu_hosts(1))
 
 
 def test_the_address_that_leads_to_a_host():
@@ -121,7 +116,7 @@ def test_the_address_that_leads_to_a_host():
 
 
 def test_a_host_that_no_mesh_uses_is_refused():
-    assert refusal(run_config(), cpu_hosts(3)) == (
+    assert refusal(check_fits, run_config(), cpu_hosts(3)) == (
         "hosts=3: the config's meshes use 2 of them, 10.0.0.2 would be idle; raise trainer.num_hosts or "
         "generator.num_replicas, or launch on fewer hosts"
     )
@@ -130,5 +125,5 @@ def test_a_host_that_no_mesh_uses_is_refused():
 
 def test_generators_alone_need_no_room_for_the_trainer():
     config = run_config(dp=8)
-    assert "policy: needs 8 GPUs" in refusal(config, gpu_hosts(1, 2))
+    assert "policy: needs 8 GPUs" in refusal(check_fits, config, gpu_hosts(1, 2))
     check_fits(config, gpu_hosts(1, 2), generators_only=True)

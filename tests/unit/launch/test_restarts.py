@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.processes import ended
+from tests.kit.processes import ended
 
 CONFIG = """
 import os, signal, time

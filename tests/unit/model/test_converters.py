@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests.kit.refusal import refusal
 from torchtitan_rl import platform
 from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
 from torchtitan_rl.model.converters import check_converters
@@ -20,16 +21,10 @@ def quantization():
     return quantization
 
 
-def refusal(converters):
-    with pytest.raises(ValueError) as caught:
-        check_converters(converters)
-    return str(caught.value)
-
-
 @pytest.mark.parametrize("name", ["Float8LinearConverter", "Float8GroupedExpertsConverter"])
 def test_float8_is_refused_where_the_hardware_lacks_it(name, quantization, monkeypatch):
     monkeypatch.setattr(platform, "device_type", lambda: "cpu")
-    assert refusal([getattr(quantization, name).Config()]) == (
+    assert refusal(check_converters, [getattr(quantization, name).Config()]) == (
         f"trainer.converters[0]={name}.Config: this cpu device has no float8; use a GPU of compute capability 8.9 or "
         "later, or leave the converter out"
     )
@@ -44,14 +39,14 @@ def test_float8_needs_compute_capability_8_9(capability, has, monkeypatch):
 
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is not None, reason="torchao is installed")
 def test_a_package_that_a_converter_needs_is_missed_before_the_start(quantization):
-    message = refusal([quantization.Float8LinearConverter.Config(emulate=True)])
+    message = refusal(check_converters, [quantization.Float8LinearConverter.Config(emulate=True)])
     assert message.startswith("trainer.converters[0]=Float8LinearConverter.Config: torchao is not installed")
 
 
 def test_loras_converter_is_refused_in_favour_of_the_setting():
     from torchtitan.components.lora import LoRAConverter
 
-    assert "use trainer.lora=LoRAConfig(...)" in refusal([LoRAConverter.Config()])
+    assert "use trainer.lora=LoRAConfig(...)" in refusal(check_converters, [LoRAConverter.Config()])
 
 
 def test_no_converters_import_nothing():

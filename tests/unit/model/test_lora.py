@@ -1,12 +1,10 @@
 """Adapters on the tiny model: what is frozen, what the merged weights are, and which rows of the fused layer are
 whose."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
-from torchtitan.config import ParallelismConfig
 
+from tests.kit.view import VIEW
 from torchtitan_rl.config.meshes import LoRAConfig
 from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
 from torchtitan_rl.model import lora
@@ -17,7 +15,6 @@ from torchtitan_rl.model.train_step import head_outputs
 from torchtitan_rl.types import Microbatch
 
 SHAPE = dict(vocab_size=11, dim=16, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, hidden_dim=24, max_seq_len=32)
-VIEW = SimpleNamespace(parallelism=ParallelismConfig(spmd_backend="partial_dtensor"))
 TOKENS = torch.tensor([1, 5, 2, 8, 9, 3, 3, 10, 7])
 BATCH = Microbatch(tokens_T=TOKENS, target_tokens_T=TOKENS.roll(-1), lengths=[4, 5], loss_inputs={})
 

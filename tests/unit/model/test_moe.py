@@ -1,14 +1,14 @@
 """Mixtures of experts: sizes, refusals, the experts' arithmetic, and the model against transformers' Qwen3 MoE."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torchtitan.config import ParallelismConfig
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from tests.kit.refusal import refusal
+from tests.kit.view import VIEW
 from torchtitan_rl import platform
 from torchtitan_rl.config.load import apply_overrides
 from torchtitan_rl.config.meshes import GeneratorConfig
@@ -24,7 +24,6 @@ from torchtitan_rl.tasks.letter_sort import LetterSort
 from torchtitan_rl.types import Microbatch
 from torchtitan_rl.validation.run import validate
 
-VIEW = SimpleNamespace(parallelism=ParallelismConfig(spmd_backend="partial_dtensor"))
 CPU = torch.device("cpu")
 
 
@@ -57,12 +56,6 @@ def with_random_weights(spec, seed=0):
             around = 1.0 if parameter.ndim == 1 else 0.0
             parameter.copy_(around + 0.3 * torch.randn(parameter.shape, generator=generator))
     return model.eval()
-
-
-def refusal(function, *args):
-    with pytest.raises(ValueError) as caught:
-        function(*args)
-    return str(caught.value)
 
 
 # Sizes.

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.made_runs import completion, write_evaluation
+from tests.kit.runs import completion, write_evaluation
 from torchtitan_rl.record import attempts
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.tools.audit import audit

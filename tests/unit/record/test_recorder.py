@@ -4,32 +4,16 @@ import io
 
 import pytest
 
+from tests.kit.listener import Heard
 from torchtitan_rl.record.console.display import Display
 from torchtitan_rl.record.console.progress import Progress
-from torchtitan_rl.record.recorder import Listener, Metrics, Recorder
+from torchtitan_rl.record.recorder import Metrics, Recorder
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.record.run_dir_writer import RunDirWriter
 
 
-class Notes(Listener):
-    def __init__(self):
-        self.heard = []
-
-    def metrics(self, event):
-        self.heard.append(("metrics", event))
-
-    def begin(self, span):
-        self.heard.append(("begin", span.name))
-
-    def advance(self, span, pieces, text):
-        self.heard.append((span.name, pieces, text))
-
-    def end(self, span, failed):
-        self.heard.append(("end", span.name, failed))
-
-
 def test_listeners_hear_facts_and_spans_in_order():
-    notes = Notes()
+    notes = Heard()
     recorder = Recorder([notes])
     with pytest.raises(KeyError), recorder.span("phase", total=2) as phase:
         with recorder.span("step") as step:
@@ -41,7 +25,7 @@ def test_listeners_hear_facts_and_spans_in_order():
         ("begin", "step"),
         ("metrics", Metrics(line={"step": 1})),
         ("end", "step", False),
-        ("phase", 1, "half"),
+        ("advance", "phase", 1, "half"),
         ("end", "phase", True),
     ]
     assert 0 <= step.seconds <= phase.seconds and step.ended is not None

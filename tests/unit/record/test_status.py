@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from tests.kit.listener import Heard
 from torchtitan_rl.record.background import BackgroundListener
 from torchtitan_rl.record.recorder import Listener, Recorder
 from torchtitan_rl.record.run_dir import RunDir
@@ -99,13 +100,7 @@ def test_what_has_not_changed_is_written_again_after_a_while(run_dir, monkeypatc
 
 
 def test_a_listener_in_a_thread_of_its_own_is_told_of_time_that_passes():
-    class Beats(Listener):
-        beats = 0
-
-        def beat(self):
-            self.beats += 1
-
-    beats = Beats()
+    beats = Heard()
     aside = BackgroundListener(beats, name="beats", beat_s=0.01)
-    eventually(lambda: beats.beats >= 2)
+    eventually(lambda: beats.heard.count(("beat",)) >= 2)
     aside.close()

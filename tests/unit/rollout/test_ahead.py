@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kit.family import Family
 from torchtitan_rl.config.algorithm import AlgorithmConfig, FilterConfig
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.config.run import RunConfig
@@ -19,30 +20,11 @@ from torchtitan_rl.rollout.draws import Draws
 from torchtitan_rl.rollout.finished import FinishedGroups
 from torchtitan_rl.rollout.first_finished import FirstFinished
 from torchtitan_rl.rollout.lag import check_lag, lag_metrics
+from torchtitan_rl.tasks.family import TaskSource
 from torchtitan_rl.types import Completion, Rollout, RolloutGroup, Task, Turn
 from torchtitan_rl.types.run_state import RunState
 
 PER_BATCH, NUM_BATCHES = 3, 7
-
-
-class Source:
-    """Task i of the split, in order."""
-
-    def __init__(self):
-        self.cursor = 0
-
-    def next(self, num_tasks):
-        self.cursor += num_tasks
-        return [Task(id=str(i), prompt="") for i in range(self.cursor - num_tasks, self.cursor)]
-
-    def replacement(self, slot, round):
-        return Task(id=f"{slot}-{round}", prompt="")
-
-    def state_dict(self):
-        return {"cursor": self.cursor}
-
-    def load_state_dict(self, state):
-        self.cursor = state["cursor"]
 
 
 class Run:
@@ -57,7 +39,7 @@ class Run:
         self.config.controller.num_steps = NUM_BATCHES
         self.config.sampling.max_tokens = 64
         algorithm.batch_order = "finished" if kind is FirstFinished else "slots"
-        self.state, self.publications, self.draws = RunState(seed=0), [0], Draws(Source())
+        self.state, self.publications, self.draws = RunState(seed=0), [0], Draws(TaskSource(Family(), "train", 0))
         if start is not None:
             self.state.step, draws = start
             self.draws.load_state_dict(draws)

@@ -9,14 +9,15 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from tests.unit.rollout.scripted import CHARS, policy
+from tests.kit.environment import Awaited
+from tests.kit.sampler import CHARS, policy
 from tests.unit.rollout.templates import QWEN_LIKE, byte_bpe
 from torchtitan_rl.algorithm.datums import to_datums
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.rollout.chat import Chat
 from torchtitan_rl.rollout.multi_turn import Limits, multi_turn
 from torchtitan_rl.tasks.calculator import Calculator
-from torchtitan_rl.tasks.env import Env, Step
+from torchtitan_rl.tasks.env import Step
 from torchtitan_rl.types import Completion, RolloutGroup, Task
 
 LIMITS = Limits(max_turns=4, max_tokens=512, timeout_s=10.0, step_timeout_s=5.0)
@@ -25,17 +26,9 @@ USER = {"role": "user", "content": "12*34"}
 QWEN = byte_bpe(QWEN_LIKE)
 
 
-class Talk(Env):
-    """Answers with the messages it was given, a list per turn."""
-
-    def __init__(self, first, *answers, tools=None, stop=()):
-        self.first, self.answers, self.tools, self.stop = first, list(answers), tools, stop
-
-    async def reset(self):
-        return self.first
-
-    async def step(self, text):
-        return Step(observation=self.answers.pop(0)) if self.answers else Step(reward=1.0, done=True)
+def talk(first, answer, **settings):
+    """Answers with messages once, and ends."""
+    return Awaited(Step(observation=answer), Step(reward=1.0, done=True), first=first, **settings)
 
 
 async def play(env, policy):
@@ -78,7 +71,7 @@ async def test_the_rendered_conversation_is_the_tokens_sampled_and_trained_with_
     said = ["the tool\n<tool_call>12*34</tool_call><|im_end|>", "the answer is 408<|im_end|>"]
     heard = [{"role": "tool", "content": "408"}, {"role": "tool", "content": "and so on"}]
     policy_ = policy(*said, tokenizer=QWEN, max_tokens=128, max_prompt_tokens=256)
-    rollout = await play(Talk([USER], heard, tools=tools), policy_)
+    rollout = await play(talk([USER], heard, tools=tools), policy_)
     messages = [
         USER,
         {"role": "assistant", "content": said[0].removesuffix("<|im_end|>")},
@@ -100,7 +93,7 @@ async def test_a_completion_in_tokens_that_the_tokenizer_would_not_choose_is_kep
     letters = [QWEN.convert_tokens_to_ids(letter) for letter in "theanswer"]
     assert QWEN.encode("theanswer") != letters
     rollout = await play(
-        Talk([USER], [USER]), policy([*letters, end], "so<|im_end|>", tokenizer=QWEN, max_prompt_tokens=256)
+        talk([USER], [USER]), policy([*letters, end], "so<|im_end|>", tokenizer=QWEN, max_prompt_tokens=256)
     )
     whole, targets = trained_tokens(rollout)
     assert targets[: len(letters) + 1] == [*letters, end]
@@ -111,7 +104,7 @@ async def test_a_completion_in_tokens_that_the_tokenizer_would_not_choose_is_kep
 
 async def test_reasoning_that_a_template_would_leave_out_later_stays_in_later_prompts():
     said = "<think>\nso\n</think>\nthe answer<|im_end|>"
-    rollout = await play(Talk([USER], [USER]), policy(said, "so<|im_end|>", tokenizer=QWEN, max_prompt_tokens=256))
+    rollout = await play(talk([USER], [USER]), policy(said, "so<|im_end|>", tokenizer=QWEN, max_prompt_tokens=256))
     first, second = rollout.turns
     assert second.prompt_tokens[: len(first.prompt_tokens)] == first.prompt_tokens
     assert QWEN.decode(second.prompt_tokens) == (
@@ -123,7 +116,7 @@ async def test_reasoning_that_a_template_would_leave_out_later_stays_in_later_pr
 
 async def test_a_completion_cut_off_by_the_token_limit_is_given_the_end_of_its_turn():
     policy_ = policy("the answer is", "408<|im_end|>", tokenizer=QWEN, max_tokens=2, max_prompt_tokens=256)
-    rollout = await play(Talk([USER], [USER]), policy_)
+    rollout = await play(talk([USER], [USER]), policy_)
     assert rollout.turns[0].completion.truncated
     after = rollout.turns[1].prompt_tokens[len(rollout.turns[0].prompt_tokens) + 2 :]
     assert QWEN.decode(after) == "<|im_end|>\n<|im_start|>user\n12*34<|im_end|>\n<|im_start|>assistant\n"
@@ -193,7 +186,7 @@ async def test_the_rendered_conversation_is_the_tokens_sampled_and_trained_with_
     said = [mistral.encode(f" {text}</s>", add_special_tokens=False) for text in ("Compute 12*34, yes.", "It is 408.")]
     policy_ = policy(*said, tokenizer=mistral, max_prompt_tokens=256)
     heard = [{"role": "tool", "content": "408, a café"}]
-    rollout = await play(Talk([USER], heard), policy_)
+    rollout = await play(talk([USER], heard), policy_)
     messages = [
         USER,
         {"role": "assistant", "content": "Compute 12*34, yes."},

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.unit.rollout.scripted import CHARS, policy
+from tests.kit.sampler import CHARS, policy
 from torchtitan_rl.rollout.demonstrate import demonstrate
 from torchtitan_rl.rollout.group import workflow_of
 from torchtitan_rl.rollout.multi_turn import Limits

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.unit.tasks.test_family import Finite
+from tests.kit.family import Family
 from torchtitan_rl.rollout.draws import Draws
 from torchtitan_rl.tasks.family import TaskSource
 from torchtitan_rl.tasks.letter_sort import LetterSort
@@ -10,7 +10,7 @@ from torchtitan_rl.tasks.mixture import Mixture
 
 
 def draws(seed=3, num_tasks=10):
-    return Draws(TaskSource(Finite(num_tasks), "train", seed))
+    return Draws(TaskSource(Family(num_tasks), "train", seed))
 
 
 def drawn(some):
@@ -59,7 +59,7 @@ def test_resumed_draws_go_on_where_they_stood():
 def test_a_source_without_replacements_is_named():
     class Own:
         def next(self, n):
-            return TaskSource(Finite(4), "train", 0).next(n)
+            return TaskSource(Family(4), "train", 0).next(n)
 
     some = Draws(Own())
     with pytest.raises(ValueError, match=r"task.source=Own: has no replacement\(slot, round\), which filters need"):

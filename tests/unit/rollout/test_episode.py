@@ -5,23 +5,12 @@ import time
 
 import pytest
 
+from tests.kit.environment import Awaited, Played
 from torchtitan_rl.rollout.episode import Episode
-from torchtitan_rl.tasks.env import Env, Step
+from torchtitan_rl.tasks.env import Step
 from torchtitan_rl.types import Task
 
 TASK = Task(id="play/1", prompt="?")
-
-
-class Play(Env):
-    def __init__(self, *steps, first="go"):
-        self.steps, self.first = list(steps), first
-
-    def reset(self):
-        return self.first
-
-    def step(self, text):
-        step = self.steps.pop(0)
-        return step(text) if callable(step) else step
 
 
 async def steps_of(env, *texts, timeout_s=5.0):
@@ -30,35 +19,31 @@ async def steps_of(env, *texts, timeout_s=5.0):
 
 
 async def test_reset_then_steps():
-    env = Play(Step(observation="on", reward=0.5), Step(reward=1, done=True))
+    env = Played(Step(observation="on", reward=0.5), Step(reward=1, done=True))
     first, (one, two) = await steps_of(env, "a", "b")
     assert first == "go" and (one.observation, one.reward, two.done) == ("on", 0.5, True)
 
 
 async def test_an_async_environment_runs_on_the_event_loop():
-    class Awaited(Env):
-        async def reset(self):
-            return [3, 4]
+    async def step(text):
+        await asyncio.sleep(0)
+        return Step(done=True)
 
-        async def step(self, text):
-            await asyncio.sleep(0)
-            return Step(done=True)
-
-    assert (await steps_of(Awaited(), "a"))[0] == [3, 4]
+    assert (await steps_of(Awaited(step, first=[3, 4]), "a"))[0] == [3, 4]
 
 
 async def test_it_is_played_once():
-    env = Play(Step(done=True))
+    env = Played(Step(done=True))
     await steps_of(env, "a")
-    with pytest.raises(RuntimeError, match="environment=Play: has been played before, for task 'play/1'; make a"):
+    with pytest.raises(RuntimeError, match="environment=Played: has been played before, for task 'play/1'; make a"):
         await steps_of(env)
 
 
 async def test_a_step_before_reset_or_after_the_end_is_refused():
     with pytest.raises(RuntimeError, match="step before reset or after the end"):
-        await Episode(Play(), TASK, 5.0).step("a")
+        await Episode(Played(), TASK, 5.0).step("a")
     with pytest.raises(RuntimeError, match="step before reset or after the end"):
-        await steps_of(Play(Step(done=True), Step(done=True)), "a", "b")
+        await steps_of(Played(Step(done=True), Step(done=True)), "a", "b")
 
 
 async def test_something_that_is_no_environment_is_refused():
@@ -82,7 +67,7 @@ async def test_something_that_is_no_environment_is_refused():
 )
 async def test_answers_that_make_no_sense_are_refused(answer, message):
     with pytest.raises(RuntimeError, match=message):
-        await steps_of(Play(answer), "a")
+        await steps_of(Played(answer), "a")
 
 
 @pytest.mark.parametrize("raised", [KeyError("x"), StopIteration("x"), SystemExit("x")])
@@ -90,24 +75,23 @@ async def test_what_it_raises_names_it_and_the_task(raised):
     def broken(text):
         raise raised
 
-    with pytest.raises(RuntimeError, match="environment=Play: step raised .*x.* for task 'play/1'; mend it"):
-        await steps_of(Play(broken), "a")
+    with pytest.raises(RuntimeError, match="environment=Played: step raised .*x.* for task 'play/1'; mend it"):
+        await steps_of(Played(broken), "a")
 
 
 async def test_a_plain_step_that_never_returns_ends_at_its_deadline():
     start = time.monotonic()
     with pytest.raises(RuntimeError, match="step gave no answer for task 'play/1' within 0.1 s"):
-        await steps_of(Play(lambda text: time.sleep(2)), "a", timeout_s=0.1)
+        await steps_of(Played(lambda text: time.sleep(2)), "a", timeout_s=0.1)
     assert time.monotonic() - start < 1.5
 
 
 async def test_an_async_step_that_waits_for_ever_ends_at_its_deadline():
-    class Waits(Play):
-        async def step(self, text):
-            await asyncio.Event().wait()
+    async def wait(text):
+        await asyncio.Event().wait()
 
-    with pytest.raises(RuntimeError, match="environment=Waits: step gave no answer"):
-        await steps_of(Waits(), "a", timeout_s=0.5)
+    with pytest.raises(RuntimeError, match="environment=Awaited: step gave no answer"):
+        await steps_of(Awaited(wait), "a", timeout_s=0.5)
 
 
 async def test_a_timeout_of_its_own_is_an_error_like_others():
@@ -115,4 +99,4 @@ async def test_a_timeout_of_its_own_is_an_error_like_others():
         raise TimeoutError("the socket")
 
     with pytest.raises(RuntimeError, match="step raised TimeoutError: the socket"):
-        await steps_of(Play(broken), "a")
+        await steps_of(Played(broken), "a")

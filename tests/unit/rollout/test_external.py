@@ -13,7 +13,7 @@ import psutil
 import pytest
 from openai import BadRequestError
 
-from tests.unit.rollout.scripted import policy
+from tests.kit.sampler import Answering, policy
 from tests.unit.serve.opened import BYTES, END, client, user
 from torchtitan_rl.rollout.external import AgentFailed, CommandLimits, SessionLimits, external
 from torchtitan_rl.rollout.policy import SamplingFailed
@@ -310,14 +310,12 @@ async def test_an_agent_that_fails_at_the_context_has_ended_by_it():
     assert (rollout.end_reason, rollout.reward, len(rollout.turns)) == ("tokens", 0.0, 1)
 
 
-class Broken:
-    async def sample(self, tokens, params, *, policy_version=None):
+async def test_a_fault_of_the_generators_is_not_the_agents():
+    def broken(prompt, params):
         raise RuntimeError("no generator replica is left")
 
-
-async def test_a_fault_of_the_generators_is_not_the_agents():
     with pytest.raises(SamplingFailed, match="no generator replica"):
-        await play(right, sampler=Broken())
+        await play(right, sampler=Answering(broken))
 
 
 async def test_an_attempt_that_goes_on_after_its_end_meets_a_closed_session():

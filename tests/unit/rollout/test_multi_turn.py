@@ -5,7 +5,9 @@ import asyncio
 import pytest
 import torch
 
-from tests.unit.rollout.scripted import CHARS, policy
+from tests.kit.environment import Awaited
+from tests.kit.family import Family
+from tests.kit.sampler import CHARS, policy
 from torchtitan_rl.algorithm.datums import to_datums
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.rollout.episode import EnvironmentFailed
@@ -13,7 +15,7 @@ from torchtitan_rl.rollout.group import run_group, workflow_of
 from torchtitan_rl.rollout.multi_turn import Limits, multi_turn
 from torchtitan_rl.rollout.policy import single_turn
 from torchtitan_rl.tasks.calculator import Calculator
-from torchtitan_rl.tasks.env import Attempts, Env, Step
+from torchtitan_rl.tasks.env import Attempts, Step
 from torchtitan_rl.tasks.family import stable_hash
 from torchtitan_rl.tasks.letter_sort import LetterSort
 from torchtitan_rl.tasks.rewards import Rewards
@@ -41,20 +43,9 @@ def text(tokens):
     return CHARS.decode(tokens)
 
 
-class Echo(Env):
+def echo(observation="on", **step):
     """Answers every completion with a fixed observation, for ever."""
-
-    def __init__(self, first="go", observation="on"):
-        self.first, self.observation, self.closed = first, observation, 0
-
-    async def reset(self):
-        return self.first
-
-    async def step(self, said):
-        return Step(observation=self.observation, reward=0.5)
-
-    def close(self):
-        self.closed += 1
+    return Awaited(Step(observation=observation, **{"reward": 0.5} | step))
 
 
 async def test_a_call_is_answered_and_the_answer_rewarded():
@@ -72,36 +63,22 @@ async def test_a_call_is_answered_and_the_answer_rewarded():
 async def test_the_next_prompt_is_the_tokens_that_were_sampled_even_where_tokenising_again_would_give_others():
     unknown = CHARS.unk_token_id  # decodes to <unk>, or to nothing
     policy_ = policy([20, unknown, 0, EOS, 21], "b<eos>")
-    rollout = await play(Echo(), policy_, limits(max_turns=2))
+    rollout = await play(echo(), policy_, limits(max_turns=2))
     prompt = CHARS.encode("go")
     assert rollout.turns[1].prompt_tokens == [*prompt, 20, unknown, 0, EOS, 21, *CHARS.encode("on")]
 
 
 async def test_tokens_as_observations_are_taken_as_they_are():
-    rollout = await play(Echo([5, 6], [7, EOS]), policy([8], [9]), limits(max_turns=2))
+    rollout = await play(Awaited(Step(observation=[7, EOS]), first=[5, 6]), policy([8], [9]), limits(max_turns=2))
     assert [turn.prompt_tokens for turn in rollout.turns] == [[5, 6], [5, 6, 8, 7, EOS]]
 
 
 async def test_what_was_sampled_is_what_is_trained():
-    def group_policy():
-        return policy("[12*34]", "408<eos>", "[1*3]", "3<eos>")
-
-    async def run():
-        family = Calculator.Config().build()
-        one = group_policy()
-        group = await run_group(
-            workflow_of(family.environment, LIMITS),
-            TASK,
-            one,
-            1,
-            group_id="0/0",
-            seed=0,
-            reward=family,
-            reward_timeout_s=5,
-        )
-        return group, one.sampler
-
-    group, sampler = await run()
+    family, one = Calculator.Config().build(), policy("[12*34]", "408<eos>", "[1*3]", "3<eos>")
+    group = await run_group(
+        workflow_of(family.environment, LIMITS), TASK, one, 1, group_id="0/0", seed=0, reward=family, reward_timeout_s=5
+    )
+    sampler = one.sampler
     assert group.rewards == [1.0]
     data = to_datums([group], AlgorithmConfig())
     whole = torch.cat([data[-1].tokens, data[-1].target_tokens[-1:]]).tolist()
@@ -118,37 +95,36 @@ async def test_what_was_sampled_is_what_is_trained():
 
 
 async def test_limits_of_turns_tokens_and_time():
-    three = await play(Echo(), policy("a<eos>", "a<eos>", "a<eos>"), limits(max_turns=3))
+    three = await play(echo(), policy("a<eos>", "a<eos>", "a<eos>"), limits(max_turns=3))
     assert (three.end_reason, len(three.turns), three.reward) == ("turns", 3, 1.5)
 
     # "go" 2, "ab" 2, "on" 2: of the ten tokens allowed four are left, of which the second completion may use all.
     policy_ = policy("ab", "abcdefgh")
-    tokens = await play(Echo(), policy_, limits(max_turns=9, max_tokens=10))
+    tokens = await play(echo(), policy_, limits(max_turns=9, max_tokens=10))
     assert (tokens.end_reason, len(tokens.turns)) == ("tokens", 2)
     assert [params.max_tokens for _, params in policy_.sampler.asked] == [10 - 2, 10 - 6]
     assert tokens.turns[1].completion.truncated and text(tokens.turns[1].completion.tokens) == "abcd"
     assert max(len(turn.prompt_tokens) + len(turn.completion.tokens) for turn in tokens.turns) == 10
 
-    class Slow(Echo):
-        async def step(self, said):
-            if said == "b":
-                await asyncio.sleep(5)
-            return Step(observation="on", reward=0.5)
+    async def slow(said):
+        if said == "b":
+            await asyncio.sleep(5)
+        return Step(observation="on", reward=0.5)
 
-    time_ = await play(Slow(), policy("a", "b"), limits(max_turns=9, timeout_s=0.1))
+    time_ = await play(Awaited(slow), policy("a", "b"), limits(max_turns=9, timeout_s=0.1))
     assert (time_.end_reason, len(time_.turns), time_.reward) == ("time", 2, 0.5)
 
 
 async def test_a_completion_is_no_longer_than_the_policys_own_limit():
     policy_ = policy("a", "b", max_tokens=3)
-    await play(Echo(), policy_, limits(max_turns=2))
+    await play(echo(), policy_, limits(max_turns=2))
     assert [params.max_tokens for _, params in policy_.sampler.asked] == [3, 3]
 
 
 async def test_every_turn_samples_from_a_stream_of_its_own():
     async def seeds(seed):
         policy_ = policy("a", "b")
-        await play(Echo(), policy_, limits(max_turns=2), seed=seed)
+        await play(echo(), policy_, limits(max_turns=2), seed=seed)
         return [params.seed for _, params in policy_.sampler.asked]
 
     assert await seeds(7) == [stable_hash(7, 0) >> 1, stable_hash(7, 1) >> 1] == await seeds(7)
@@ -156,21 +132,21 @@ async def test_every_turn_samples_from_a_stream_of_its_own():
 
 
 async def test_it_is_closed_however_it_ends():
-    done, broken = Echo(), Echo(observation=None)
+    done, broken = echo(), echo(observation=None)
     await play(done, policy("a"), limits(max_turns=1))
-    with pytest.raises(RuntimeError, match="environment=Echo: step gave NoneType"):
+    with pytest.raises(RuntimeError, match="environment=Awaited: step gave NoneType"):
         await play(broken, policy("a"))
     assert (done.closed, broken.closed) == (1, 1)
 
 
 async def test_a_first_prompt_that_is_too_long_is_refused():
     with pytest.raises(ValueError, match="its prompt has 70 tokens, sampling.max_prompt_tokens=64"):
-        await play(Echo("a" * 70), policy("a"), limits(max_turns=1, max_tokens=99))
+        await play(Awaited(first="a" * 70), policy("a"), limits(max_turns=1, max_tokens=99))
 
 
 async def test_observations_keep_to_one_kind():
     with pytest.raises(ValueError, match="is messages where the first was text"):
-        await play(Echo(observation=[{"role": "user", "content": "x"}]), policy("a"))
+        await play(echo(observation=[{"role": "user", "content": "x"}]), policy("a"))
 
 
 async def test_a_family_without_environments_is_played_in_one_turn_and_judged():
@@ -184,17 +160,13 @@ async def test_a_family_without_environments_is_played_in_one_turn_and_judged():
 
 
 async def test_a_family_may_have_environments_for_some_tasks_only():
-    class Family:
-        name = "some"
-
-        def environment(self, task):
-            return Echo() if task.id == "several" else None
-
-        def reward(self, task, completions):
-            return [9.0] * len(completions)
+    family = Family(
+        environment=lambda task: echo() if task.id == "several" else None,
+        reward=lambda task, completions: [9.0] * len(completions),
+    )
 
     async def run(task_id, *said):
-        workflow = workflow_of(Family().environment, limits(max_turns=2))
+        workflow = workflow_of(family.environment, limits(max_turns=2))
         return await run_group(
             workflow,
             Task(id=task_id, prompt="go"),
@@ -202,7 +174,7 @@ async def test_a_family_may_have_environments_for_some_tasks_only():
             1,
             group_id="0/0",
             seed=0,
-            reward=Family(),
+            reward=family,
             reward_timeout_s=5,
         )
 
@@ -211,18 +183,10 @@ async def test_a_family_may_have_environments_for_some_tasks_only():
 
 
 async def test_rewards_of_steps_that_add_up_to_more_than_a_million_are_a_failure_of_the_environment():
-    class Generous(Echo):
-        async def step(self, said):
-            return Step(observation=self.observation, reward=6e5)
-
-    class Large(Echo):
-        async def step(self, said):
-            return Step(observation=self.observation, reward_parts={"size": 6e5})
-
-    with pytest.raises(EnvironmentFailed, match="environment=Generous: the rewards of its steps add up to 1.2e.06 for"):
-        await play(Generous(), policy("a", "b"), limits(max_turns=2))
-    with pytest.raises(EnvironmentFailed, match="environment=Large: the parts 'size' of its steps add up to 1.2e.06"):
-        await play(Large(), policy("a", "b"), limits(max_turns=2))
+    with pytest.raises(EnvironmentFailed, match="environment=Awaited: the rewards of its steps add up to 1.2e.06 for"):
+        await play(echo(reward=6e5), policy("a", "b"), limits(max_turns=2))
+    with pytest.raises(EnvironmentFailed, match="environment=Awaited: the parts 'size' of its steps add up to 1.2e.06"):
+        await play(echo(reward_parts={"size": 6e5}), policy("a", "b"), limits(max_turns=2))
 
 
 async def test_a_workflow_that_returns_something_else_is_told_so():
@@ -249,22 +213,15 @@ async def test_attempts_lets_a_single_turn_task_be_mended():
 
 
 async def test_parts_of_an_environments_reward_add_up_over_its_steps():
-    class InParts(Echo):
-        async def step(self, said):
-            parts = {"said": float(len(said))} if said == "408" else {"said": float(len(said)), "called": 1.0}
-            return Step(observation="on", reward=0.5, reward_parts=parts, done=said == "408")
-
-    rollout = await play(InParts(), policy("12", "34", "408<eos>"))
+    steps = [Step(reward_parts={"said": 2.0, "called": 1.0}) for _ in range(2)]
+    last = Step(reward_parts={"said": 3.0}, done=True)
+    rollout = await play(Awaited(*steps, last), policy("12", "34", "408<eos>"))
     assert rollout.reward_parts == {"said": 7.0, "called": 2.0}
-
-    class Wrong(Echo):
-        async def step(self, said):
-            return Step(reward_parts={"said": float("nan")}, done=True)
 
     with pytest.raises(
         RuntimeError, match="step gave reward part 'said' nan for task 'calculator/train/1'; give a fin"
     ):
-        await play(Wrong(), policy("12"))
+        await play(echo(reward_parts={"said": float("nan")}), policy("12"))
 
 
 async def test_several_attempts_take_any_reward_and_keep_its_parts():

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.unit.rollout.scripted import policy
+from tests.kit.family import Family
+from tests.kit.sampler import policy
 from torchtitan_rl.algorithm.datums import to_datums
 from torchtitan_rl.algorithm.grouping import form_groups
 from torchtitan_rl.config.algorithm import AlgorithmConfig
@@ -55,18 +56,9 @@ async def test_each_role_is_compared_with_its_own_kind_and_has_its_estimator(exa
 
 
 async def test_evaluations_count_the_first_rollout_of_an_attempt(example):
-    class Family:
-        name, reward = "one", None
-
-        def num_tasks(self, split):
-            return 1
-
-        def task(self, split, index):
-            return TASK
-
     result = await evaluate(
         lambda temperature: policy("ba", "n"),
-        Family(),
+        Family(prompts=[TASK.prompt]),
         EvalSetConfig(),
         name="one",
         label="eval",

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from tests.unit.rollout.scripted import policy
+from tests.kit.sampler import policy
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.rollout.failures import Failures
 from torchtitan_rl.rollout.group import run_group

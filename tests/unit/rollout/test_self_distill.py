@@ -5,13 +5,14 @@ from functools import partial
 import pytest
 import torch
 
-from tests.unit.rollout.scripted import CHARS, policy
+from tests.kit.environment import Awaited
+from tests.kit.sampler import CHARS, policy
 from torchtitan_rl.algorithm.advantages import group_centered, grpo, rloo
 from torchtitan_rl.rollout.group import rollouts_of
 from torchtitan_rl.rollout.multi_turn import Limits, multi_turn
 from torchtitan_rl.rollout.policy import single_turn
 from torchtitan_rl.rollout.self_distill import distill_group, self_distill
-from torchtitan_rl.tasks.env import Env, Step
+from torchtitan_rl.tasks.env import Step
 from torchtitan_rl.tasks.letter_sort import hinted
 from torchtitan_rl.types import Rollout, RolloutGroup, Task
 
@@ -83,23 +84,11 @@ async def test_a_rollout_without_a_prompt_teaches_nothing():
     assert turn.advantages == [0.0, 0.0] and not student.generator.scored
 
 
-class Asks(Env):
-    """Asks `?` after each completion, twice."""
-
-    def __init__(self):
-        self.asked = 0
-
-    async def reset(self):
-        return TASK.prompt
-
-    async def step(self, said):
-        self.asked += 1
-        return Step(observation="?", reward=0.0, done=self.asked == 3)
-
-
 def several_turns(task, policy, *, rollout_id, seed):
     limits = Limits(max_turns=4, max_tokens=64, timeout_s=10.0, step_timeout_s=5.0)
-    return multi_turn(task, policy, rollout_id=rollout_id, seed=seed, env=Asks(), limits=limits)
+    question = Step(observation="?")
+    env = Awaited(question, question, Step(done=True), first=TASK.prompt)
+    return multi_turn(task, policy, rollout_id=rollout_id, seed=seed, env=env, limits=limits)
 
 
 async def test_the_teacher_reads_all_turns_and_each_is_given_its_own_scores():

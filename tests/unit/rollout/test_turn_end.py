@@ -3,7 +3,7 @@
 import datasets
 import pytest
 
-from tests.unit.rollout.scripted import CHARS
+from tests.kit.sampler import CHARS
 from tests.unit.rollout.templates import QWEN_LIKE, byte_bpe
 from torchtitan_rl.rollout.turn_end import warn_open_turns
 from torchtitan_rl.tasks.calculator import Calculator

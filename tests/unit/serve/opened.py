@@ -7,7 +7,7 @@ from openai import AsyncOpenAI
 from transformers import AutoTokenizer
 
 import torchtitan_rl
-from tests.unit.rollout.scripted import policy
+from tests.kit.sampler import policy
 from torchtitan_rl.rollout.agent import SessionLimits
 from torchtitan_rl.serve.gateway import Gateway, Served
 

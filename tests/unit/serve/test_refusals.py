@@ -6,6 +6,7 @@ import httpx
 import openai
 import pytest
 
+from tests.kit.clock import Clock
 from tests.unit.serve.opened import ADD, END, client, served, session, user
 from torchtitan_rl.rollout.agent import SessionLimits
 from torchtitan_rl.serve.keys import check_key, is_loopback, read_key
@@ -159,13 +160,13 @@ async def test_a_body_that_is_long_or_late_or_cut_off_is_refused():
 
 
 def test_a_rate_lets_a_burst_through_and_then_so_many_a_second():
-    now = [0.0]
-    rate = Rate(2.0, clock=lambda: now[0])
+    clock = Clock()
+    rate = Rate(2.0, clock=clock)
     rate.take(), rate.take()
     with pytest.raises(Exception, match="2 requests per second are allowed; wait 0.50 s") as refused:
         rate.take()
     assert refused.value.status == 429 and refused.value.headers == {"Retry-After": "1"}
-    now[0] = 0.5
+    clock.now = 0.5
     rate.take()
 
 

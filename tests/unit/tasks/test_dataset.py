@@ -8,6 +8,7 @@ from pathlib import Path
 import datasets
 import pytest
 
+from tests.kit.refusal import refusal
 from torchtitan_rl.config.config_difference import differences
 from torchtitan_rl.config.load import apply_overrides
 from torchtitan_rl.config.model import ModelConfig
@@ -47,13 +48,6 @@ def prompts(made, split):
 
 def run_config(task):
     return RunConfig(name="x", task=task, model=ModelConfig(assets="chars"))
-
-
-def refusal(error=ValueError, **config):
-    with pytest.raises(error) as caught:
-        family(**config)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def test_jsonl_parquet_csv_and_objects_give_the_same_tasks():
@@ -163,7 +157,7 @@ def test_repeated_prompts_stay_in_one_split_and_are_said_once(caplog):
 def test_overlap_is_refused_dropped_or_allowed(caplog):
     files = {"train": write("train.jsonl", rows(40)), "test": write("test.jsonl", rows(50, 37))}
     common = "of train.jsonl"
-    found = refusal(**files)
+    found = refusal(family, **files)
     assert "dataset.overlap='refuse': " in found and common in found and "set 'drop' to leave such rows out" in found
     dropped = family(**files, overlap="drop")
     assert not set(prompts(dropped, "test")) & (set(prompts(dropped, "train")) | set(prompts(dropped, "validation")))
@@ -237,7 +231,7 @@ def test_what_does_not_fit_is_refused_with_its_name_and_row(config, complaint):
     talk = [user, {"role": "assistant", "content": "y"}]
     led = [{"role": "system", "content": "x"}, user]
     write("typed.jsonl", [{"question": "a", "answer": 1, "inner": {"x": "1"}, "talk": talk, "led": led}])
-    assert complaint in refusal(**{"train": "train.jsonl", **config} if "data" not in config else config)
+    assert complaint in refusal(family, **{"train": "train.jsonl", **config} if "data" not in config else config)
 
 
 def test_a_config_is_shown_written_overridden_and_compared():

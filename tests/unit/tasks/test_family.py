@@ -9,28 +9,13 @@ import time
 import pytest
 import torch
 
+from tests.kit.family import Family
 from torchtitan_rl.tasks.family import SPLITS, TaskSource, check_index, stable_hash
 from torchtitan_rl.tasks.judging import judge
 from torchtitan_rl.tasks.rewards import Rewards
 from torchtitan_rl.types import Task
 
 TASK = Task(id="t/7", prompt="1+1=", answer="2")
-
-
-class Finite:
-    name = "finite"
-
-    def __init__(self, num_tasks):
-        self._num_tasks = num_tasks
-
-    def num_tasks(self, split):
-        return self._num_tasks
-
-    def task(self, split, index):
-        return Task(id=f"{split}/{index}", prompt="", answer=index)
-
-    def reward(self, task, completions):
-        return [0.5] * len(completions)
 
 
 def indices(tasks):
@@ -54,7 +39,7 @@ async def refusal(reward, **kwargs):
 
 
 def test_an_epoch_visits_every_task_once_and_the_next_in_another_order():
-    source = TaskSource(Finite(20), "train", seed=0)
+    source = TaskSource(Family(20), "train", seed=0)
     first, second = indices(source.next(20)), indices(source.next(20))
     assert sorted(first) == sorted(second) == list(range(20))
     assert first != second and first != list(range(20))
@@ -62,7 +47,7 @@ def test_an_epoch_visits_every_task_once_and_the_next_in_another_order():
 
 def test_the_order_depends_on_seed_and_arguments_only():
     def order(seed, split="train"):
-        return indices(TaskSource(Finite(20), split, seed).next(30))
+        return indices(TaskSource(Family(20), split, seed).next(30))
 
     assert order(0) == order(0)
     assert order(0) != order(1)
@@ -70,23 +55,23 @@ def test_the_order_depends_on_seed_and_arguments_only():
 
 
 def test_a_batch_may_cross_the_end_of_an_epoch():
-    source = TaskSource(Finite(3), "train", seed=0)
+    source = TaskSource(Family(3), "train", seed=0)
     assert sorted(indices(source.next(7))[:3]) == [0, 1, 2]
     assert source.state_dict() == {"epoch": 2, "cursor": 1}
 
 
 def test_an_endless_split_is_visited_by_index_from_an_offset_of_the_seed():
-    assert indices(TaskSource(Finite(None), "train", seed=0).next(3)) == [0, 1, 2]
-    assert indices(TaskSource(Finite(None), "train", seed=3).next(2)) == [12884901888, 12884901889]  # 3 * 2**32
+    assert indices(TaskSource(Family(None), "train", seed=0).next(3)) == [0, 1, 2]
+    assert indices(TaskSource(Family(None), "train", seed=3).next(2)) == [12884901888, 12884901889]  # 3 * 2**32
 
 
 @pytest.mark.parametrize("num_tasks", [5, None])
 @pytest.mark.parametrize("num_before", [0, 3, 5, 12])
 def test_resume_goes_on_where_the_source_stood(num_tasks, num_before):
-    source = TaskSource(Finite(num_tasks), "train", seed=4)
+    source = TaskSource(Family(num_tasks), "train", seed=4)
     source.next(num_before)
     state = source.state_dict()
-    resumed = TaskSource(Finite(num_tasks), "train", seed=4)
+    resumed = TaskSource(Family(num_tasks), "train", seed=4)
     resumed.load_state_dict(state)
     assert state.keys() == {"epoch", "cursor"}
     assert indices(resumed.next(9)) == indices(source.next(9))
@@ -94,26 +79,26 @@ def test_resume_goes_on_where_the_source_stood(num_tasks, num_before):
 
 def test_resume_refuses_a_data_set_that_shrank():
     with pytest.raises(ValueError, match=r"task.train.cursor=9: the split now has 5 tasks; resume with"):
-        TaskSource(Finite(5), "train", seed=0).load_state_dict({"epoch": 0, "cursor": 9})
+        TaskSource(Family(5), "train", seed=0).load_state_dict({"epoch": 0, "cursor": 9})
 
 
 def test_empty_splits_unknown_splits_and_negative_seeds_are_refused():
-    with pytest.raises(ValueError, match=r"^task.train: 0 tasks in finite; give this split data"):
-        TaskSource(Finite(0), "train", seed=0)
+    with pytest.raises(ValueError, match=r"^task.train: 0 tasks in family; give this split data"):
+        TaskSource(Family(0), "train", seed=0)
     with pytest.raises(ValueError, match="split='dev': is not a split; use one of train, validation, test"):
-        TaskSource(Finite(1), "dev", seed=0)
+        TaskSource(Family(1), "dev", seed=0)
     with pytest.raises(ValueError, match="seed=-1: must not be negative"):
-        TaskSource(Finite(1), "train", seed=-1)
+        TaskSource(Family(1), "train", seed=-1)
 
 
 def test_check_index():
-    check_index(Finite(3), "train", 2)
-    check_index(Finite(None), "train", 2**40)
+    check_index(Family(3), "train", 2)
+    check_index(Family(None), "train", 2**40)
     for index in (-1, 3):
-        with pytest.raises(IndexError, match=f"index={index}: finite has 3 tasks in train"):
-            check_index(Finite(3), "train", index)
-    with pytest.raises(IndexError, match="index=-1: finite has no end in train"):
-        check_index(Finite(None), "train", -1)
+        with pytest.raises(IndexError, match=f"index={index}: family has 3 tasks in train"):
+            check_index(Family(3), "train", index)
+    with pytest.raises(IndexError, match="index=-1: family has no end in train"):
+        check_index(Family(None), "train", -1)
 
 
 def test_stable_hash_never_changes():
@@ -131,7 +116,7 @@ async def test_judge_takes_a_family_a_function_and_an_async_function():
         await asyncio.sleep(0)
         return [1.0, 0.0]
 
-    assert await rewards_of(Finite(1)) == [0.5, 0.5]
+    assert await rewards_of(Family(1, reward=lambda task, completions: [0.5] * len(completions))) == [0.5, 0.5]
     assert await rewards_of(lambda task, completions: [float(c == "b") for c in completions]) == [0.0, 1.0]
     assert await rewards_of(later) == [1.0, 0.0]
     assert await rewards_of(functools.partial(later)) == [1.0, 0.0]
@@ -294,9 +279,9 @@ async def test_a_reward_cannot_change_the_completions():
 @pytest.mark.parametrize("num_tasks", [3, None])
 def test_a_replacement_is_a_function_of_seed_slot_and_round(num_tasks):
     def drawn(seed, slot, round):
-        return TaskSource(Finite(num_tasks), "train", seed).replacement(slot, round).answer
+        return TaskSource(Family(num_tasks), "train", seed).replacement(slot, round).answer
 
-    source = TaskSource(Finite(num_tasks), "train", 5)
+    source = TaskSource(Family(num_tasks), "train", 5)
     source.next(2)
     assert source.replacement(7, 1).answer == drawn(5, 7, 1)  # whatever was handed out before
     assert len({drawn(seed, slot, round) for seed in (0, 1) for slot in range(8) for round in (1, 2)}) >= 3

@@ -6,6 +6,7 @@ from fractions import Fraction
 import datasets
 import pytest
 
+from tests.kit.refusal import refusal
 from torchtitan_rl.tasks.gsm8k import Gsm8k, final_number
 from torchtitan_rl.types import Task
 
@@ -125,28 +126,15 @@ def test_a_reward_of_ones_own_takes_the_place_of_the_familys(files):
     assert family.reward(family.task("train", 0), ["#### 0"]) == [7.0]
 
 
-def refusal(error, family, split):
-    with pytest.raises(error) as caught:
-        family.task(split, 0)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
 def test_files_that_will_not_do_are_refused(files):
-    absent = str(files / "absent.jsonl")
-    assert f"gsm8k.path={absent!r}: there is no such file" in refusal(
-        ValueError, from_files(files, path=absent), "train"
-    )
-    assert "gsm8k.test_path=None: a local data set has no test rows" in refusal(
-        ValueError, from_files(files, test_path=None), "test"
-    )
-    same = str(files / "train.jsonl")
-    assert f"gsm8k.test_path={same!r}: is the train file" in refusal(
-        ValueError, from_files(files, test_path=same), "test"
-    )
-    assert "gsm8k.num_validation=10: cannot be taken from the 10 rows" in refusal(
-        ValueError, from_files(files, num_validation=10), "train"
-    )
+    absent, same = str(files / "absent.jsonl"), str(files / "train.jsonl")
+    for paths, split, complaint in (
+        ({"path": absent}, "train", f"gsm8k.path={absent!r}: there is no such file"),
+        ({"test_path": None}, "test", "gsm8k.test_path=None: a local data set has no test rows"),
+        ({"test_path": same}, "test", f"gsm8k.test_path={same!r}: is the train file"),
+        ({"num_validation": 10}, "train", "gsm8k.num_validation=10: cannot be taken from the 10 rows"),
+    ):
+        assert complaint in refusal(from_files(files, **paths).task, split, 0)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +149,7 @@ def test_files_that_will_not_do_are_refused(files):
 )
 def test_rows_that_will_not_do_are_refused(files, content, complaint):
     (files / "test.jsonl").write_text(content)
-    assert complaint in refusal(ValueError, from_files(files), "test")
+    assert complaint in refusal(from_files(files).task, "test", 0)
 
 
 def test_a_hub_out_of_reach_is_said_in_one_line(monkeypatch):
@@ -169,7 +157,7 @@ def test_a_hub_out_of_reach_is_said_in_one_line(monkeypatch):
         raise ConnectionError("Couldn't reach 'openai/gsm8k'\non the Hub")
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
-    message = refusal(RuntimeError, Gsm8k.Config().build(), "train")
+    message = refusal(Gsm8k.Config().build().task, "train", 0, error=RuntimeError)
     assert message == (
         "gsm8k.path='openai/gsm8k': could not be loaded from the hub (ConnectionError: Couldn't reach 'openai/gsm8k' "
         "on the Hub); check the name and the network, or name local files in gsm8k.path and gsm8k.test_path"

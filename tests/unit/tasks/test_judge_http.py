@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from tests.unit.config.test_load import refusal
+from tests.kit.refusal import refusal
 from torchtitan_rl.config.resolve import rebuilt, resolved
 from torchtitan_rl.tasks.judge_http import HttpJudge, only_number
 from torchtitan_rl.tasks.judging import judge

@@ -4,34 +4,19 @@ import json
 
 import pytest
 
+from tests.kit.family import Family
 from torchtitan_rl.tasks.family import source_of
 from torchtitan_rl.tasks.judging import judge
 from torchtitan_rl.tasks.letter_sort import LetterSort
 from torchtitan_rl.tasks.mixture import Mixture
-from torchtitan_rl.types import Task
 
 
-class Numbers:
-    """`num_tasks` tasks in every split; the reward is the number in the family's name."""
-
-    def __init__(self, num_tasks, value=0.0):
-        self.size, self.value, self.name = num_tasks, value, f"numbers-{value}"
-
-    def build(self):
-        return self
-
-    def num_tasks(self, split):
-        return self.size
-
-    def task(self, split, index):
-        return Task(id=f"numbers/{split}/{index}", prompt="", answer=index)
-
-    def reward(self, task, completions):
-        return [self.value] * len(completions)
+def always(reward):
+    return lambda task, completions: [reward] * len(completions)
 
 
 def mixture(**sizes):
-    return Mixture.Config(tasks={name: Numbers(size) for name, size in sizes.items()}, weights={"a": 3.0}).build()
+    return Mixture.Config(tasks={name: Family(size) for name, size in sizes.items()}, weights={"a": 3.0}).build()
 
 
 def ids(tasks):
@@ -48,7 +33,7 @@ def test_families_are_drawn_by_weight():
 def test_each_family_is_visited_in_its_own_order_and_whole_epochs():
     source = source_of(mixture(a=5, b=None), "train", seed=2)
     tasks = source.next(60)
-    alone = source_of(Numbers(5), "train", seed=2)
+    alone = source_of(Family(5), "train", seed=2)
     of_a = [task for task in tasks if task.id.startswith("a/")]
     assert [task.id for task in of_a] == [f"a/{task.id}" for task in alone.next(len(of_a))]
     assert {task.answer for task in of_a[:5]} == set(range(5))
@@ -75,12 +60,12 @@ def test_resuming_in_the_middle_gives_the_same_tasks(num_before):
 
 def test_a_mixture_within_a_mixture_resumes_too():
     def nested():
-        inner = Mixture.Config(tasks={"x": Numbers(4), "y": Numbers(2)})
-        return source_of(Mixture.Config(tasks={"in": inner, "out": Numbers(3)}).build(), "train", seed=0)
+        inner = Mixture.Config(tasks={"x": Family(4), "y": Family(2)})
+        return source_of(Mixture.Config(tasks={"in": inner, "out": Family(3)}).build(), "train", seed=0)
 
     source, resumed = nested(), nested()
     first = ids(source.next(9))
-    assert any(task_id.startswith("in/x/numbers/train/") for task_id in first)
+    assert any(task_id.startswith("in/x/family/train/") for task_id in first)
     resumed.load_state_dict(source.state_dict())
     assert ids(resumed.next(9)) == ids(source.next(9))
 
@@ -95,7 +80,7 @@ def test_splits_by_index_give_families_equal_shares_and_end_with_the_shortest():
     mixed = mixture(a=2, b=None, c=5)
     assert mixed.num_tasks("validation") == 6
     assert ids(mixed.task("validation", i) for i in range(6)) == [
-        f"{name}/numbers/validation/{i}" for i in range(2) for name in "abc"
+        f"{name}/family/validation/{i}" for i in range(2) for name in "abc"
     ]
     assert mixture(a=None, b=None).num_tasks("train") is None
     with pytest.raises(IndexError, match="index=6: mixture has 6 tasks in validation"):
@@ -103,27 +88,23 @@ def test_splits_by_index_give_families_equal_shares_and_end_with_the_shortest():
 
 
 def test_an_empty_split_is_refused():
-    with pytest.raises(ValueError, match="task.train: 0 tasks in numbers"):
+    with pytest.raises(ValueError, match="task.train: 0 tasks in family"):
         source_of(mixture(a=0, b=3), "train", seed=0)
 
 
 async def test_each_task_is_judged_by_its_own_family():
-    inner = Mixture.Config(tasks={"one": Numbers(3, 1.0), "two": Numbers(3, 2.0)})
-    mixed = Mixture.Config(tasks={"in": inner, "three": Numbers(3, 3.0)}).build()
+    inner = Mixture.Config(tasks={"one": Family(3, reward=always(1.0)), "two": Family(3, reward=always(2.0))})
+    mixed = Mixture.Config(tasks={"in": inner, "three": Family(3, reward=always(3.0))}).build()
     tasks = {task.id.rsplit("/", 3)[0]: task for task in source_of(mixed, "train", seed=0).next(20)}
     for name, reward in (("in/one", 1.0), ("in/two", 2.0), ("three", 3.0)):
         assert await judge(mixed, tasks[name], ["x"], 5.0) == [reward]
         assert mixed.reward(tasks[name], ["x"]) == [reward]
 
 
-class Played(Numbers):
-    def environment(self, task):
-        return f"environment of {task.id}"
-
-
 def test_each_task_is_played_in_the_environment_of_its_own_family():
-    mixed = Mixture.Config(tasks={"in": Mixture.Config(tasks={"played": Played(3)}), "said": Numbers(3)}).build()
-    assert mixed.environment(mixed.task("train", 2)) == "environment of numbers/train/1"
+    played = Family(3, environment=lambda task: f"environment of {task.id}")
+    mixed = Mixture.Config(tasks={"in": Mixture.Config(tasks={"played": played}), "said": Family(3)}).build()
+    assert mixed.environment(mixed.task("train", 2)) == "environment of family/train/1"
     assert mixed.environment(mixed.task("train", 3)) is None
 
 
@@ -144,10 +125,10 @@ async def test_an_error_names_the_function_and_not_the_mixture():
     "tasks, weights, message",
     [
         ({}, {}, r"mixture.tasks={}: is empty"),
-        ({"a/b": Numbers(1)}, {}, r"mixture.tasks\['a/b'\]: task ids begin with it and overrides contain it; use a"),
-        ({"a": Numbers(1)}, {"b": 1.0}, r"mixture.weights\['b'\]=1.0: there is no such task; use a"),
-        ({"a": Numbers(1)}, {"a": 0.0}, r"mixture.weights\['a'\]=0.0: must be positive and finite"),
-        ({"a": Numbers(1)}, {"a": float("inf")}, r"mixture.weights\['a'\]=inf: must be positive and finite"),
+        ({"a/b": Family(1)}, {}, r"mixture.tasks\['a/b'\]: task ids begin with it and overrides contain it; use a"),
+        ({"a": Family(1)}, {"b": 1.0}, r"mixture.weights\['b'\]=1.0: there is no such task; use a"),
+        ({"a": Family(1)}, {"a": 0.0}, r"mixture.weights\['a'\]=0.0: must be positive and finite"),
+        ({"a": Family(1)}, {"a": float("inf")}, r"mixture.weights\['a'\]=inf: must be positive and finite"),
     ],
 )
 def test_mistakes_are_refused(tasks, weights, message):

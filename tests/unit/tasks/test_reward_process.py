@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from tests.processes import ended
+from tests.kit.processes import gone
 from torchtitan_rl.tasks.judging import judge
 from torchtitan_rl.tasks.reward_process import cpu_bound
 from torchtitan_rl.types import Task
@@ -35,15 +35,6 @@ async def refusal(reward, **kwargs):
     message = str(caught.value)
     assert "\n" not in message and "'t/7'" in message
     return message, caught.value
-
-
-def gone(pid, within_s=5.0):
-    deadline = time.monotonic() + within_s
-    while not ended(pid):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 @cpu_bound

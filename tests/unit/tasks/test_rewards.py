@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.config.test_load import refusal, run_config
+from tests.kit.refusal import refusal
+from tests.kit.run_config import run_config
 from torchtitan_rl.config.load import apply_overrides
 from torchtitan_rl.config.resolve import flat, rebuilt, resolved
 from torchtitan_rl.rollout.group import run_group

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.rollout.scripted import policy
+from tests.kit.sampler import policy
 from tests.unit.serve.opened import BYTES, END
 from torchtitan_rl.rollout.external import AgentFailed, SessionLimits, external
 from torchtitan_rl.serve.gateway import Gateway

@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tests.unit.rollout.scripted import CHARS, policy
+from tests.kit.sampler import CHARS, policy
 from tests.unit.rollout.templates import QWEN_LIKE, byte_bpe
 from torchtitan_rl.tasks.dataset import Dataset
 from torchtitan_rl.tasks.letter_sort import LetterSort

@@ -6,7 +6,7 @@ from datetime import datetime, timedelta
 
 import pytest
 
-from tests.made_runs import made_run
+from tests.kit.runs import made_run
 from torchtitan_rl.health.diagnosis import examine
 from torchtitan_rl.health.run_reader import Run
 from torchtitan_rl.record import attempts

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from tests.made_runs import made_run
+from tests.kit.runs import made_run
 from torchtitan_rl.health.run_reader import Run
 from torchtitan_rl.tools.rollout_tokens import Clip, clip_of, explained
 from torchtitan_rl.tools.rollouts import Rollouts

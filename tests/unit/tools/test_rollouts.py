@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.made_runs import group, made_run, write_step
+from tests.kit.runs import group, made_run, write_step
 from torchtitan_rl.record import attempts
 from torchtitan_rl.record.attempts import read_rollouts
 from torchtitan_rl.record.run_dir import RunDir

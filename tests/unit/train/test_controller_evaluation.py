@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from tests.unit.config.test_load import run_config
+from tests.kit.run_config import run_config
+from tests.kit.sampler import Answering
 from torchtitan_rl import Run
 from torchtitan_rl.cli import evaluate, main
 from torchtitan_rl.config.run import EvalSetConfig
@@ -19,29 +20,19 @@ from torchtitan_rl.tasks.mixture import Mixture, MixtureSource
 from torchtitan_rl.tasks.pass_rate_filter import PassRateFilter, read_pass_rates, write_pass_rates
 from torchtitan_rl.train.controller import Controller
 from torchtitan_rl.train.start import read_inputs
-from torchtitan_rl.types import Completion
 from torchtitan_rl.types.run_state import RunState
 from torchtitan_rl.validation.run import validate
 
 
-class ShortWords:
+def short_words(prompt, params):
     """Sorts words of up to four letters and gives longer ones back as they are."""
-
-    def __init__(self, tokenizer):
-        self.tokenizer = tokenizer
-
-    async def sample(self, tokens, params, *, policy_version=None):
-        word = self.tokenizer.decode(tokens).removesuffix("=")
-        answer = "".join(sorted(word)) if len(word) <= 4 else word
-        tokens = self.tokenizer.encode(answer, add_special_tokens=False)
-        return Completion(
-            tokens=tokens, logprobs=[0.0] * len(tokens), policy_versions=[0] * len(tokens), finish_reason="stop"
-        )
+    word = prompt.removesuffix("=")
+    return "".join(sorted(word)) if len(word) <= 4 else word
 
 
 def controller_of(config, path):
     inputs, run_dir = read_inputs(config), RunDir.create(path)
-    generator = ShortWords(inputs.tokenizer)
+    generator = Answering(short_words, inputs.tokenizer)
     # Which started nothing.
     launcher = ActorLauncher(log_dir=None, start_timeout_s=1.0, call_timeout_s=1.0)
     stack = Stack(launcher=launcher, roles={}, generator=generator, versions=None, placement=None)

@@ -5,9 +5,10 @@ import json
 
 import pytest
 
+from tests.kit.listener import Heard
 from torchtitan_rl.config.run import ControllerConfig
 from torchtitan_rl.config.stopping import StopConfig
-from torchtitan_rl.record.recorder import Listener, Recorder
+from torchtitan_rl.record.recorder import Metrics, Recorder
 from torchtitan_rl.train.early_stop import CollapseRule, EarlyEnd, early_end, end_early
 from torchtitan_rl.types.ends import StopRequest
 from torchtitan_rl.types.run_state import RunState
@@ -62,26 +63,18 @@ def test_steps_are_compared_as_numbers_and_another_evaluation_may_be_looked_at()
     assert early_end(stop, accuracies) == "controller.stop.target_accuracy=0.5: hard accuracy is 0.600 after step 100"
 
 
-class Lines(Listener):
-    def __init__(self):
-        self.lines = []
-
-    def metrics(self, event):
-        self.lines.append((event.line, event.text))
-
-
 def test_an_early_end_is_recorded_with_its_reason():
-    state, heard = RunState(seed=0, step=40, accuracies=measured(0.1, 0.2, 0.7)), Lines()
+    state, heard = RunState(seed=0, step=40, accuracies=measured(0.1, 0.2, 0.7)), Heard()
     config = ControllerConfig(num_steps=100, stop=StopConfig(target_accuracy=0.5))
     with pytest.raises(EarlyEnd) as caught:
         end_early(config, state, Recorder([heard]))
     reason = str(caught.value)
     assert reason == "controller.stop.target_accuracy=0.5: validation accuracy is 0.700 after step 40"
     line = {"step": 40, "phase": "stop", "stop/reason": reason}
-    assert heard.lines == [(line, f"step 40: stopped early by {reason}")]
-    config.num_steps, heard.lines = 40, []
+    assert heard.heard == [("metrics", Metrics(line=line, text=f"step 40: stopped early by {reason}"))]
+    config.num_steps, heard = 40, Heard()
     end_early(config, state, Recorder([heard]))  # the last step is no early end
-    assert heard.lines == []
+    assert heard.heard == []
 
 
 def batches(stop, state, *lines, **rules):

@@ -6,65 +6,59 @@ from collections import Counter
 
 import pytest
 from scipy.stats import binomtest
-from transformers import AutoTokenizer
 
-from tests.unit.config.test_load import refusal, run_config
+from tests.kit.family import Family
+from tests.kit.refusal import refusal
+from tests.kit.run_config import run_config
+from tests.kit.sampler import CHARS, Answering
 from torchtitan_rl.config.algorithm import AlgorithmConfig
-from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.config.run import ControllerConfig, EvalSetConfig
-from torchtitan_rl.model.files import assets_dir
 from torchtitan_rl.rollout.failures import Failures
 from torchtitan_rl.rollout.policy import Policy, single_turn
 from torchtitan_rl.tasks.letter_sort import LetterSort
 from torchtitan_rl.tasks.pass_rate_filter import prompt_hash
 from torchtitan_rl.train.evaluation import Evaluation, eval_families, evaluate
-from torchtitan_rl.types import Completion, Task
 from torchtitan_rl.validation.run import validate
 
-TOKENIZER = AutoTokenizer.from_pretrained(str(assets_dir(ModelConfig(assets="chars"))))
 NUM_RIGHT = {"a": 0, "b": 1, "c": 2, "d": 4}  # of four samples; greedily c and d
 
 
-class Letters:
-    name = "letters"
-
-    def num_tasks(self, split):
-        return 4
-
-    def task(self, split, index):
-        return Task(id=f"letters/{split}/{index}", prompt="abcd"[index])
-
-    def reward(self, task, completions):
-        return [1.0 if completion == "y" else 0.5 for completion in completions]
+def graded(task, completions):
+    return [1.0 if completion == "y" else 0.5 for completion in completions]
 
 
-class CountedOut:
+def letters(reward=graded, prompts="abcd"):
+    return Family(prompts=prompts, reward=reward, name="letters")
+
+
+def counted_out():
     """A sampler that is right as often as NUM_RIGHT says."""
+    samples = Counter()
 
-    def __init__(self):
-        self.asked = Counter()
-
-    async def sample(self, tokens, params, *, policy_version=None):
-        prompt = TOKENIZER.decode(tokens)
+    def answer(prompt, params):
         if params.temperature == 0.0:
-            right = NUM_RIGHT[prompt] >= 2
-        else:
-            right, self.asked[prompt] = self.asked[prompt] < NUM_RIGHT[prompt], self.asked[prompt] + 1
-        tokens = TOKENIZER.encode("y" if right else "n", add_special_tokens=False)
-        return Completion(tokens=tokens, logprobs=[0.0], policy_versions=[0], finish_reason="stop")
+            return "ny"[NUM_RIGHT[prompt] >= 2]
+        samples[prompt] += 1
+        return "ny"[samples[prompt] <= NUM_RIGHT[prompt]]
+
+    return Answering(answer)
+
+
+def flaky(task, completions):
+    if task.prompt == "d":
+        raise OSError("judge is away")
+    return graded(task, completions)
 
 
 async def evaluation(family=None, failures=None, sampler=None, workflow=single_turn, tasks_recorded=0, **fields):
-    sampler = sampler or CountedOut()
+    sampler = sampler or counted_out()
 
     def policy(temperature):
-        return Policy(
-            generator=sampler, tokenizer=TOKENIZER, max_tokens=1, max_prompt_tokens=1, temperature=temperature
-        )
+        return Policy(generator=sampler, tokenizer=CHARS, max_tokens=1, max_prompt_tokens=1, temperature=temperature)
 
     return await evaluate(
         policy,
-        family or Letters(),
+        family or letters(),
         EvalSetConfig(**fields),
         name="set",
         label="eval/0",
@@ -113,7 +107,7 @@ async def test_the_completions_of_the_first_tasks_are_kept():
         (1, "letters/validation/1", 2, "n", 0.5, False),
     ]
     first = result.completions[0]
-    assert (first["name"], first["split"], first["prompt"], first["answer"]) == ("set", "validation", "a", None)
+    assert (first["name"], first["split"], first["prompt"], first["answer"]) == ("set", "validation", "a", "0")
     assert (first["num_tokens"], first["finish_reason"], first["failed"]) == ([1], "stop", "")
     assert (await evaluation(num_samples=2)).completions == []
     assert result.metrics() == (await evaluation(num_samples=2)).metrics()
@@ -121,19 +115,13 @@ async def test_the_completions_of_the_first_tasks_are_kept():
 
 
 async def test_a_completion_that_could_not_be_judged_is_kept_with_the_reason():
-    class Flaky(Letters):
-        def reward(self, task, completions):
-            if task.prompt == "d":
-                raise OSError("judge is away")
-            return super().reward(task, completions)
-
     async def lost(task, policy, **kwargs):
         if task.prompt == "c":
             raise OSError("there is no world")
         return await single_turn(task, policy, **kwargs)
 
     failures = Failures(AlgorithmConfig(on_rollout_failure="drop_group", max_failed_frac=1.0), {})
-    kept = (await evaluation(Flaky(), failures, workflow=lost, tasks_recorded=4)).completions
+    kept = (await evaluation(letters(flaky), failures, workflow=lost, tasks_recorded=4)).completions
     assert [record["correct"] for record in kept] == [False] * 4
     assert (kept[2].get("text"), kept[2]["failed"]) == (None, "there is no world (0 retries)")
     assert (kept[3]["text"], kept[3]["reward"]) == ("y", None) and "judge is away" in kept[3]["failed"]
@@ -151,38 +139,30 @@ async def test_the_pass_rates_it_measured():
         ("validation", 3, 4, 4),
     ]
     assert [(rate.split, rate.num_correct, rate.num_samples) for rate in greedy] == [("test", 0, 1), ("test", 0, 1)]
-    assert sampled[2].prompt_hash == prompt_hash(Letters().task("validation", 2)) != sampled[1].prompt_hash
+    assert sampled[2].prompt_hash == prompt_hash(letters().task("validation", 2)) != sampled[1].prompt_hash
 
 
 async def test_a_task_whose_reward_fails_to_the_last_counts_as_wrong_where_failures_do_not_end_the_run():
-    class Flaky(Letters):
-        def reward(self, task, completions):
-            if task.prompt == "d":
-                raise OSError("judge is away")
-            return super().reward(task, completions)
-
     with pytest.raises(RuntimeError, match="judge is away"):
-        await evaluation(Flaky())
+        await evaluation(letters(flaky))
     failures = Failures(AlgorithmConfig(on_rollout_failure="retry", rollout_retries=1, max_failed_frac=1.0), {})
-    line = (await evaluation(Flaky(), failures)).metrics()
+    line = (await evaluation(letters(flaky), failures)).metrics()
     assert line["eval/accuracy"] == 0.25  # c alone; d is right, and nobody judged it
     assert line["eval/reward_mean"] == (0.5 + 0.5 + 1.0) / 3  # of those that were judged
     assert (line["failure/reward"], line["failure/attempts"]) == (2, 1) and "failure/dropped_groups" not in line
 
 
 async def test_one_attempt_that_fails_is_one_wrong_attempt():
-    class Confused(Letters):
+    def confused(task, completions):
         """Fails for siblings of which one is wrong, and for a wrong answer to c alone."""
-
-        def reward(self, task, completions):
-            if "n" in completions and len(completions) != 1:
-                raise OSError("the judge is confused by n")
-            if completions == ["n"] and task.prompt == "c":
-                raise OSError("the judge does not like c")
-            return super().reward(task, completions)
+        if "n" in completions and len(completions) != 1:
+            raise OSError("the judge is confused by n")
+        if completions == ["n"] and task.prompt == "c":
+            raise OSError("the judge does not like c")
+        return graded(task, completions)
 
     failures = Failures(AlgorithmConfig(on_rollout_failure="drop_group", max_failed_frac=1.0), {})
-    result = await evaluation(Confused(), failures, num_samples=4, pass_at_k=2)
+    result = await evaluation(letters(confused), failures, num_samples=4, pass_at_k=2)
     line, whole = result.metrics(), (await evaluation(num_samples=4, pass_at_k=2)).metrics()
     for name in ("accuracy", "avg_at_4", "pass_at_2"):  # what failed was wrong
         assert line[f"eval/{name}"] == whole[f"eval/{name}"]
@@ -191,31 +171,16 @@ async def test_one_attempt_that_fails_is_one_wrong_attempt():
     assert result.summary() == "validation accuracy 0.500, avg@4 0.438, pass@2 0.583, 2 of 20 attempts failed"
 
 
-class Half:
-    """Right in the half of all requests whose seed is even."""
-
-    async def sample(self, tokens, params, *, policy_version=None):
-        tokens = TOKENIZER.encode("ny"[params.seed % 2 == 0], add_special_tokens=False)
-        return Completion(tokens=tokens, logprobs=[0.0], policy_versions=[0], finish_reason="stop")
-
-
 @pytest.mark.parametrize("where", ["workflow", "reward"])
 async def test_failed_attempts_take_no_more_than_themselves_from_avg_and_pass(where):
     rng, failed = random.Random(0), []
 
-    class Many(Letters):
-        def num_tasks(self, split):
-            return 200
+    def away(task, completions):
+        if any(completion.startswith("lost") for completion in completions):
+            raise OSError("judge is away")
+        return graded(task, completions)
 
-        def task(self, split, index):
-            return Task(id=f"many/{split}/{index}", prompt="b")
-
-        def reward(self, task, completions):
-            if any(completion.startswith("lost") for completion in completions):
-                raise OSError("judge is away")
-            return super().reward(task, completions)
-
-    async def flaky(task, policy, *, rollout_id, seed):
+    async def unreliable(task, policy, *, rollout_id, seed):
         rollout = await single_turn(task, policy, rollout_id=rollout_id, seed=seed)
         if rng.random() < 0.01:
             failed.append(rollout.text)
@@ -224,10 +189,11 @@ async def test_failed_attempts_take_no_more_than_themselves_from_avg_and_pass(wh
             rollout.text = f"lost {rollout.text}"
         return rollout
 
-    asked = dict(sampler=Half(), num_tasks=200, num_samples=16, pass_at_k=8)
+    half = Answering(lambda prompt, params: "ny"[params.seed % 2 == 0])
+    asked = dict(sampler=half, num_tasks=200, num_samples=16, pass_at_k=8)
     failures = Failures(AlgorithmConfig(on_rollout_failure="drop_group"), {})
-    line = (await evaluation(Many(), failures, workflow=flaky, **asked)).metrics()
-    whole = (await evaluation(Many(), **asked)).metrics()
+    line = (await evaluation(letters(away, "b" * 200), failures, workflow=unreliable, **asked)).metrics()
+    whole = (await evaluation(letters(away, "b" * 200), **asked)).metrics()
     assert 20 < len(failed) == line["failure/attempts"] < 60  # of 3,400
     lost = {name: whole[f"eval/{name}"] - line[f"eval/{name}"] for name in ("accuracy", "avg_at_16", "pass_at_8")}
     right = failed.count("y")  # greedy or sampled
@@ -248,12 +214,11 @@ async def test_a_workflow_that_fails_takes_its_attempt_alone():
 
 
 async def test_failures_of_an_evaluation_are_not_those_of_the_next_batch():
-    class Away(Letters):
-        def reward(self, task, completions):
-            raise OSError("judge is away")
+    def away(task, completions):
+        raise OSError("judge is away")
 
     failures = Failures(AlgorithmConfig(on_rollout_failure="drop_group", max_failed_frac=1.0), {})
-    result = await evaluation(Away(), failures)
+    result = await evaluation(letters(away), failures)
     assert result.failures == {"failure/reward": 4, "failure/attempts": 4} and result.accuracy == 0.0
     assert failures.complete([], batch := Counter()) == [] and not +batch
     assert failures.failed == {"reward": 4}  # and the limit of failures counts them
@@ -283,12 +248,11 @@ async def test_what_counts_as_correct_is_a_matter_of_the_set():
 
 
 async def test_the_parts_of_a_reward_have_curves_in_evaluations():
-    class InParts(Letters):
-        def reward(self, task, completions):
-            lengths = [float(len(completion)) for completion in completions]
-            return super().reward(task, completions), {"length": lengths, "prompt": [float(task.prompt == "d")]}
+    def in_parts(task, completions):
+        lengths = [float(len(completion)) for completion in completions]
+        return graded(task, completions), {"length": lengths, "prompt": [float(task.prompt == "d")]}
 
-    line = (await evaluation(InParts())).metrics()
+    line = (await evaluation(letters(in_parts))).metrics()
     assert (line["eval/reward_mean"], line["eval/accuracy"]) == (0.75, 0.5)
     assert (line["eval/reward_part_length_mean"], line["eval/reward_part_prompt_mean"]) == (1.0, 0.25)
 

@@ -63,21 +63,17 @@ async def test_shares_of_idle_time_count_what_was_seen_since_the_last_line():
         def stalls(self):
             return [0.1, 0.2]
 
-    async def run():
-        overlap, lines, expected = Overlap(Batches(), Generators(), [0]), [], []
-        overlap.start()
-        for waited_s in (0.05, 0.0):
-            overlap.begin_step()
-            await asyncio.sleep(0.2)
-            line = {"time/step_s": 0.4, "time/sync_s": 0.07}
-            lines.append(line | overlap.metrics(line, training_s=0.1, evaluation_wait_s=waited_s))
-            expected.append((0.75, waited_s, 0.07 - waited_s))
-        overlap.stop()
-        await asyncio.sleep(0)
-        assert len(asyncio.all_tasks()) == 1  # nobody looks any more
-        return lines, expected
-
-    lines, expected = await run()
+    overlap, lines, expected = Overlap(Batches(), Generators(), [0]), [], []
+    overlap.start()
+    for waited_s in (0.05, 0.0):
+        overlap.begin_step()
+        await asyncio.sleep(0.2)
+        line = {"time/step_s": 0.4, "time/sync_s": 0.07}
+        lines.append(line | overlap.metrics(line, training_s=0.1, evaluation_wait_s=waited_s))
+        expected.append((0.75, waited_s, 0.07 - waited_s))
+    overlap.stop()
+    await asyncio.sleep(0)
+    assert len(asyncio.all_tasks()) == 1  # nobody looks any more
     for line, (idle, waited_s, sync_s) in zip(lines, expected, strict=True):
         assert line["trainer/idle_frac"] == pytest.approx(idle, abs=0.01) and 0 < idle < 1
         assert line["time/eval_wait_s"] == pytest.approx(waited_s, abs=0.01)

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from tests.kit.versions import Versions
 from torchtitan_rl.config.run import ControllerConfig, EvalSetConfig
 from torchtitan_rl.record.recorder import Recorder
 from torchtitan_rl.train.early_stop import EarlyEnd
@@ -11,19 +12,6 @@ from torchtitan_rl.train.evaluation import Evaluation
 from torchtitan_rl.train.overlapped_evaluations import OverlappedEvaluations
 from torchtitan_rl.train.retention import superfluous
 from torchtitan_rl.types.run_state import RunState
-
-
-class Versions:
-    """Counts the holders of each version."""
-
-    def __init__(self):
-        self.served, self.held = 7, []
-
-    def pin(self, version, holder):
-        self.held.append((version, holder))
-
-    async def release(self, version, holder):
-        self.held.remove((version, holder))
 
 
 class Run:
@@ -34,7 +22,7 @@ class Run:
         for name, value in stop.items():
             setattr(self.config.stop, name, value)
         self.state = state or RunState(seed=0, step=4)
-        self.versions, self.done, self.error, self.made = Versions(), asyncio.Event(), error, []
+        self.versions, self.done, self.error, self.made = Versions(7), asyncio.Event(), error, []
         self.recorder = Recorder()
         self.beside = OverlappedEvaluations(self.config, self, self.versions, self.state, self.recorder)
 

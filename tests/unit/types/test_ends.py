@@ -1,18 +1,12 @@
 """When a run stops after the present step."""
 
+from tests.kit.clock import Clock
 from torchtitan_rl.types.ends import StopRequest
-
-
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_a_run_goes_on_until_somebody_asks(monkeypatch):
     monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
-    stop = StopRequest(0.0, clock=Clock())
+    stop = StopRequest(0.0, clock=Clock(1000.0))
     assert stop.reason() == ""
     stop.ask("SIGTERM")
     assert stop.reason() == stop.requested_reason == "SIGTERM"
@@ -20,7 +14,7 @@ def test_a_run_goes_on_until_somebody_asks(monkeypatch):
 
 def test_the_last_step_that_fits_into_the_limit_is_taken(monkeypatch):
     monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
-    clock = Clock()
+    clock = Clock(1000.0)
     stop = StopRequest(0.1, clock=clock)  # 360 s
     clock.now += 170
     assert stop.reason() == ""  # another 170 s would end after 340 s
@@ -32,7 +26,7 @@ def test_the_last_step_that_fits_into_the_limit_is_taken(monkeypatch):
 
 def test_the_end_of_a_slurm_job_is_a_limit(monkeypatch):
     monkeypatch.setenv("SLURM_JOB_END_TIME", "1100")
-    clock = Clock()
+    clock = Clock(1000.0)
     stop = StopRequest(0.0, clock=clock)
     clock.now += 40
     assert stop.reason() == ""

@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from tests.kit.refusal import refusal
 from torchtitan_rl.algorithm import corrections, losses, reductions
 from torchtitan_rl.algorithm.advantages import grpo, reinforce, reinforce_pp_baseline, rloo
 from torchtitan_rl.config.algorithm import AlgorithmConfig, ScheduleConfig
@@ -33,10 +34,8 @@ def check(config):
     check_algorithm(config)
 
 
-def refusal(**config):
-    with pytest.raises(ValueError) as caught:
-        check(run(**config))
-    return str(caught.value)
+def refused(**config):
+    return refusal(check, run(**config))
 
 
 @pytest.mark.parametrize(
@@ -146,7 +145,7 @@ def misspelt(inputs):
     ],
 )
 def test_a_loss_that_is_not_one(loss_fn, message):
-    said = refusal(loss_fn=loss_fn)
+    said = refused(loss_fn=loss_fn)
     place = f"test_algorithm.py:{loss_fn.__code__.co_firstlineno}"
     assert said.startswith(f"algorithm.loss_fn={__name__}:{loss_fn.__name__} ({place}): ") and message in said, said
 
@@ -155,7 +154,7 @@ def test_a_loss_input_the_run_does_not_have():
     def to_reference(inputs):
         return (inputs.token_weights * (inputs.policy_logprobs - inputs.reference_logprobs).square()).sum(), {}
 
-    assert "loss input 'reference_logprobs'" in refusal(loss_fn=to_reference)
+    assert "loss input 'reference_logprobs'" in refused(loss_fn=to_reference)
     check_algorithm(run(loss_fn=to_reference, roles=("reference",)))
 
 
@@ -187,14 +186,14 @@ def test_losses_of_the_kl_to_a_teacher_are_probed_by_it_too():
     ):
         with pytest.raises(ValueError, match=message):
             probe(loss_fn)
-    assert "teacher_kl=None: the data carry no teacher_hidden" in refusal(loss_fn=losses.reverse_kl)
+    assert "teacher_kl=None: the data carry no teacher_hidden" in refused(loss_fn=losses.reverse_kl)
 
 
 def test_a_critics_loss_is_probed_too():
     def mean_square(inputs):
         return (inputs.predicted_values - inputs.returns).square().mean(), {}
 
-    assert refusal(critic_loss_fn=mean_square, roles=("critic",)).startswith("algorithm.critic_loss_fn=")
+    assert refused(critic_loss_fn=mean_square, roles=("critic",)).startswith("algorithm.critic_loss_fn=")
 
 
 @pytest.mark.parametrize(
@@ -213,7 +212,7 @@ def test_a_critics_loss_is_probed_too():
     ],
 )
 def test_arguments_of_a_loss(loss_fn, config, message):
-    assert message in refusal(loss_fn=loss_fn, loss_config=config)
+    assert message in refused(loss_fn=loss_fn, loss_config=config)
 
 
 def too_few(rewards_G):
@@ -245,7 +244,7 @@ def two_arguments(rewards_G, groups):
     ],
 )
 def test_an_estimator_that_is_not_one(estimator, message):
-    assert message in refusal(advantage_fn=estimator)
+    assert message in refused(advantage_fn=estimator)
 
 
 @pytest.mark.parametrize(
@@ -268,7 +267,7 @@ def test_an_estimator_that_is_not_one(estimator, message):
     ],
 )
 def test_a_reduction_that_is_not_one(reduction, message):
-    assert message in refusal(reduction=reduction)
+    assert message in refused(reduction=reduction)
 
 
 @pytest.mark.parametrize(
@@ -405,4 +404,4 @@ def test_a_reduction_that_is_not_one(reduction, message):
     ],
 )
 def test_contradictions_and_terms_without_effect(config, message):
-    assert message in refusal(**config)
+    assert message in refused(**config)

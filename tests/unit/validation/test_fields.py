@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.unit.config.test_load import refusal, run_config
+from tests.kit.refusal import refusal
+from tests.kit.run_config import run_config
 from torchtitan_rl.algorithm import advantages
 from torchtitan_rl.config.meshes import AdamWConfig, LoRAConfig
 from torchtitan_rl.config.run import RoleConfig

@@ -2,7 +2,8 @@
 
 import torch
 
-from tests.unit.config.test_load import refusal, run_config
+from tests.kit.refusal import refusal
+from tests.kit.run_config import run_config
 from tests.unit.families.shapes import LATENT, SIZES
 from torchtitan_rl.families import DeepseekV3Shape, Qwen2Shape, Qwen35Shape
 from torchtitan_rl.validation.run import validate

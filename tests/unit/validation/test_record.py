@@ -2,17 +2,16 @@
 
 import pytest
 
+from tests.kit.refusal import refusal
 from torchtitan_rl.config.load import load_config
 from torchtitan_rl.config.record import steps_of
 from torchtitan_rl.validation.record import check_profile
 
 
-def refusal(steps, ranks=("policy-0",)):
+def refused(steps, ranks=("policy-0",)):
     config = load_config("configs/quickstart.py")
     config.record.profile.steps, config.record.profile.ranks = steps, list(ranks)
-    with pytest.raises(ValueError) as caught:
-        check_profile(config)
-    return str(caught.value)
+    return refusal(check_profile, config)
 
 
 def test_steps_and_ranges_are_read():
@@ -27,7 +26,7 @@ def test_what_is_no_list_of_steps_is_refused(text):
 
 
 def test_profiles_of_what_a_run_does_not_have_are_refused():
-    assert refusal([0]).startswith("record.profile.steps=[0]: 0 is no step of the reinforcement phase; choose from 1")
-    assert "choose from 1 to controller.num_steps=160" in refusal([3, 161])
-    assert refusal([3], ["policy-1"]).endswith("there is no 'policy-1'; choose from policy-0, generator-0-0")
-    assert refusal([3], []).startswith("record.profile.ranks=[]: names no rank")
+    assert refused([0]).startswith("record.profile.steps=[0]: 0 is no step of the reinforcement phase; choose from 1")
+    assert "choose from 1 to controller.num_steps=160" in refused([3, 161])
+    assert refused([3], ["policy-1"]).endswith("there is no 'policy-1'; choose from policy-0, generator-0-0")
+    assert refused([3], []).startswith("record.profile.ranks=[]: names no rank")

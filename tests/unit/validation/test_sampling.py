@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from tests.unit.config.test_load import refusal, run_config
+from tests.kit.refusal import refusal
+from tests.kit.run_config import run_config
 from torchtitan_rl.cli import main
 from torchtitan_rl.config.run import EvalSetConfig
 from torchtitan_rl.config.sampling import AlteredSampling

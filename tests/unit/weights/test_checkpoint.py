@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.kit.refusal import refusal
 from torchtitan_rl.weights.checkpoint import (
     FORMAT,
     RUN_CONFIG,
@@ -30,12 +31,6 @@ from torchtitan_rl.weights.checkpoint import (
 from torchtitan_rl.weights.origin import Origin, origin
 
 STATE = {"step": 80, "phase": "reinforcement", "policy_version": 380, "source": {"epoch": 0, "cursor": 2560}, "seed": 0}
-
-
-def refusal(function, path):
-    with pytest.raises(ValueError) as caught:
-        function(path)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("function", [require_complete, hf_weights])

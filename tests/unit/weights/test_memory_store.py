@@ -15,17 +15,14 @@ def manifest_and_payload(version):
 
 
 async def test_a_version_comes_back_as_it_was_published_and_goes_when_it_is_discarded():
-    async def run():
-        store = MemoryStore()
-        for version in (3, 4, "copy"):
-            await store.publish(*manifest_and_payload(version), handle="", verify=True)
-        held = await store.versions()
-        manifest, payload = await store.fetch(4, verify=True)
-        await store.discard(3)
-        await store.discard(3)  # gone already
-        return held, layout.read(payload, manifest), await store.versions()
-
-    held, tensors, left = await run()
+    store = MemoryStore()
+    for version in (3, 4, "copy"):
+        await store.publish(*manifest_and_payload(version), handle="", verify=True)
+    held = await store.versions()
+    manifest, payload = await store.fetch(4, verify=True)
+    await store.discard(3)
+    await store.discard(3)  # gone already
+    tensors, left = layout.read(payload, manifest), await store.versions()
     assert held == [3, 4] and left == [4]
     assert tensors["w"].dtype == torch.bfloat16 and tensors["w"].tolist() == [1.0, 2.0, 3.0]
 

@@ -80,7 +80,7 @@ class Progress:
 
     On a terminal: a bar per phase, replaced by one line when the phase ends, and above the bars the latest numbers.
     Elsewhere: a line at most every 5 s and one at the end of a phase, without control codes. `quiet` prints nothing
-    except `error` and the final table. Where the reader of a pipe has gone, nothing more is printed.
+    except the final table. Where the reader of a pipe has gone, nothing more is printed.
 
     Example::
 
@@ -124,10 +124,6 @@ class Progress:
         """Prints a line, above the bars."""
         if not self._quiet:
             self._print(text)
-
-    def error(self, text: str) -> None:
-        """Prints to stderr, quiet or not."""
-        print(text, file=sys.stderr, flush=True)
 
     def final_table(self, rows: list[tuple[str, str]]) -> None:
         """Prints (label, value) rows, quiet or not."""

@@ -25,18 +25,10 @@ def _calls(sent):
 
 
 async def test_a_call_of_two_requests_keeps_its_place_and_answers_may_come_in_any_order():
-    async def run():
-        order, sent = CallOrder(), []
-        call = _calls(sent)
-        futures = [
-            order.submit(call("a")),
-            order.submit(call("b", 3)),
-            order.submit(call("c")),
-            order.submit(call("d")),
-        ]
-        return [await future for future in reversed(futures)], sent
-
-    answers, sent = await run()
+    order, sent = CallOrder(), []
+    call = _calls(sent)
+    futures = [order.submit(call("a")), order.submit(call("b", 3)), order.submit(call("c")), order.submit(call("d"))]
+    answers = [await future for future in reversed(futures)]
     assert answers == ["d", "c", "b", "a"]
     assert sent == [("a", 0), ("b", 0), ("b", 1), ("b", 2), ("c", 0), ("d", 0)]
 
@@ -56,17 +48,13 @@ async def test_an_answer_that_has_not_come_holds_up_no_later_request():
 
 
 async def test_a_call_that_fails_or_is_cancelled_gives_its_place_on():
-    async def run():
-        order, sent = CallOrder(), []
-        call = _calls(sent)
-        slow, failing = order.submit(call("slow", 2)), order.submit(call("failing", error=KeyError("x")))
-        cancelled, last = order.submit(call("cancelled")), order.submit(call("last"))
-        await asyncio.sleep(0)
-        cancelled.cancel()
-        with pytest.raises(KeyError):
-            await failing
-        return await asyncio.wait_for(last, 1), await slow, sent
-
-    last, slow, sent = await run()
-    assert (last, slow) == ("last", "slow")
+    order, sent = CallOrder(), []
+    call = _calls(sent)
+    slow, failing = order.submit(call("slow", 2)), order.submit(call("failing", error=KeyError("x")))
+    cancelled, last = order.submit(call("cancelled")), order.submit(call("last"))
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    with pytest.raises(KeyError):
+        await failing
+    assert (await asyncio.wait_for(last, 1), await slow) == ("last", "slow")
     assert sent == [("slow", 0), ("slow", 1), ("failing", 0), ("last", 0)]

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 pytest.importorskip("tinker")
+from tests.kit.versions import Versions
 from torchtitan_rl.dispatch.tinker.remote_sampler import RemoteSamplingClient
 from torchtitan_rl.dispatch.tinker.session import Samplers
 from torchtitan_rl.types import SamplingParams
@@ -25,7 +26,7 @@ class Never:
 def client():
     samplers = Samplers()
     samplers.add(3, Never())
-    return RemoteSamplingClient(samplers, SimpleNamespace(served=3), max_model_len=32, timeout_s=0.05, eos=1)
+    return RemoteSamplingClient(samplers, Versions(3), max_model_len=32, timeout_s=0.05, eos=1)
 
 
 @pytest.mark.parametrize(

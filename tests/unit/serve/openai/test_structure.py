@@ -195,7 +195,7 @@ async def test_a_session_of_an_evaluation_is_held_to_what_it_asks_for():
 
 
 async def test_serving_ignores_what_it_was_told_to_and_refuses_unknown_names():
-    from tests.unit.rollout.scripted import policy
+    from tests.kit.sampler import policy
     from tests.unit.serve.opened import BYTES
     from torchtitan_rl.serve.gateway import Served
     from torchtitan_rl.serve.run_gateway import Address

@@ -76,7 +76,7 @@ WITHOUT_CALLS = (
 
 
 def test_serving_with_a_template_that_leaves_calls_out_is_refused(caplog):
-    from tests.unit.rollout.scripted import policy
+    from tests.kit.sampler import policy
 
     def address(tokenizer, parser="pythonic"):
         door = Served(name="policy", policy=policy("a", tokenizer=tokenizer), versions=list)

@@ -8,13 +8,14 @@ from functools import partial
 import pytest
 from starlette.testclient import TestClient
 
+from tests.kit.tinker import served
 from torchtitan_rl.serve.guard import allowed_hosts
 from torchtitan_rl.serve.tinker.app import guarded, make_app
 from torchtitan_rl.serve.tinker.downloads import Downloads, write_hf_form
 from torchtitan_rl.serve.tinker.faults import Fault
 from torchtitan_rl.serve.tinker.owners import OneKey
 from torchtitan_rl.serve.tinker.saved_states import Checkpoint, ModelRecord
-from torchtitan_rl.serve.tinker.service import Limits, Served, Server
+from torchtitan_rl.serve.tinker.service import Limits, Server
 
 CHECKPOINT = Checkpoint(
     model=ModelRecord(model_id="ab12:train:0", base_model="base"), kind="weights", name="kept", time="2026-11-24"
@@ -86,18 +87,8 @@ def test_archives_of_an_earlier_server_are_deleted(tmp_path):
 @pytest.fixture
 def http(tmp_path):
     """(client, directory of a checkpoint for other programs) at a server without a key, behind its guard."""
-    served = Served(
-        base_model="base",
-        base_dir=tmp_path,
-        family="qwen3",
-        vocab_size=64,
-        context_tokens=64,
-        trained_tokens=64,
-        lora=None,
-        end_tokens={"eos": 1, "pad": 0},
-        write_form=partial(write_hf_form, model=None, model_dir=tmp_path),
-    )
-    server = Server(served, None, None, None, tmp_path, Limits())
+    model = served(tmp_path, lora=None, write_form=partial(write_hf_form, model=None, model_dir=tmp_path))
+    server = Server(model, None, None, None, tmp_path, Limits())
     store, record = server.service("").checkpoints, CHECKPOINT.model
     (store.begin(record, "external_weights", "kept", overwrite=False) / "model.safetensors").write_text("numbers")
     path = store.commit(record, "external_weights", "kept", ttl_s=None, metadata=None).path

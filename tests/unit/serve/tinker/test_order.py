@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from tests.kit.clock import Clock
 from torchtitan_rl.serve.errors import Refused
 from torchtitan_rl.serve.tinker.faults import Fault, server, user
 from torchtitan_rl.serve.tinker.futures import Answer, Futures, Shelf
@@ -36,14 +37,11 @@ async def content(futures, request_id):
 
 
 async def test_requests_run_in_the_order_of_their_numbers_whatever_order_they_arrive_in():
-    async def run():
-        futures, log = Futures(), []
-        order = in_order(futures)
-        for seq_id in (3, 4, 2, 6, 5, 1):
-            order.submit(seq_id, f"m:{seq_id}", answering(log, str(seq_id)))
-        return [await content(futures, f"m:{seq_id}") for seq_id in range(1, 7)], log
-
-    answers, log = await run()
+    futures, log = Futures(), []
+    order = in_order(futures)
+    for seq_id in (3, 4, 2, 6, 5, 1):
+        order.submit(seq_id, f"m:{seq_id}", answering(log, str(seq_id)))
+    answers = [await content(futures, f"m:{seq_id}") for seq_id in range(1, 7)]
     assert answers == log == ["1", "2", "3", "4", "5", "6"]
 
 
@@ -71,43 +69,37 @@ async def test_the_next_request_is_submitted_before_the_answer_of_the_one_before
 
 
 async def test_a_failure_ends_its_own_future_alone():
-    async def run():
-        futures, log, told = Futures(), [], []
-        futures.on_server_fault = told.append
+    futures, log, told = Futures(), [], []
+    futures.on_server_fault = told.append
 
-        async def wrong():
-            raise ValueError("data[0]: is wrong; mend it")
+    async def wrong():
+        raise ValueError("data[0]: is wrong; mend it")
 
-        async def breaks():
-            async def answer():
-                raise RuntimeError("policy-0.forward: OSError: gone")
+    async def breaks():
+        async def answer():
+            raise RuntimeError("policy-0.forward: OSError: gone")
 
-            return answer()
+        return answer()
 
-        order = in_order(futures)
-        order.submit(1, "m:1", wrong)
-        order.submit(2, "m:2", breaks)
-        order.submit(3, "m:3", answering(log, "3"))
-        return [await content(futures, f"m:{i}") for i in (1, 2, 3)], told
-
-    (first, second, third), told = await run()
+    order = in_order(futures)
+    order.submit(1, "m:1", wrong)
+    order.submit(2, "m:2", breaks)
+    order.submit(3, "m:3", answering(log, "3"))
+    first, second, third = [await content(futures, f"m:{i}") for i in (1, 2, 3)]
     assert first.body == {"error": "data[0]: is wrong; mend it", "category": "user"}
     assert second.category == "server" and "OSError" in second.message and third == "3"
     assert len(told) == 1
 
 
 async def test_a_number_that_never_comes_fails_those_behind_it_and_holds_nothing_up_for_ever():
-    async def run():
-        futures, log = Futures(), []
-        order = in_order(futures, gap_s=0.05)
-        order.submit(2, "m:2", answering(log, "2"))
-        order.submit(4, "m:4", answering(log, "4"))
-        faults = [await content(futures, name) for name in ("m:2", "m:4")]
-        order.submit(5, "m:5", answering(log, "5"))
-        late = order.submit(3, "m:3", answering(log, "3"))
-        return faults, await content(futures, "m:5"), await content(futures, late), log
-
-    faults, fifth, late, log = await run()
+    futures, log = Futures(), []
+    order = in_order(futures, gap_s=0.05)
+    order.submit(2, "m:2", answering(log, "2"))
+    order.submit(4, "m:4", answering(log, "4"))
+    faults = [await content(futures, name) for name in ("m:2", "m:4")]
+    order.submit(5, "m:5", answering(log, "5"))
+    late = order.submit(3, "m:3", answering(log, "3"))
+    fifth, late = await content(futures, "m:5"), await content(futures, late)
     assert all(fault.category == "user" and "seq_id=1, which never came" in fault.message for fault in faults)
     assert fifth == "5" and log == ["5"] and "has been answered" in late.message
 
@@ -233,18 +225,18 @@ async def test_what_waits_for_a_model_that_is_unloaded_is_told_so():
 
 
 async def test_answers_expire_and_what_was_fetched_expires_sooner():
-    now = [0.0]
+    clock = Clock()
 
     async def run():
-        futures = Futures(kept_s=100, kept_fetched_s=10, clock=lambda: now[0])
+        futures = Futures(kept_s=100, kept_fetched_s=10, clock=clock)
         for name in ("fetched", "left"):
             futures.start(name, _answer(name))
         assert await content(futures, "fetched") == "fetched"
-        now[0] = 11.0
+        clock.now = 11.0
         with pytest.raises(Fault, match="'fetched': is not known: its answer has expired"):
             await futures.fetch("fetched", 1)
         assert await content(futures, "left") == "left"
-        now[0] = 300.0
+        clock.now = 300.0
         with pytest.raises(Fault):
             await futures.fetch("left", 1)
         return len(futures)

@@ -1,52 +1,19 @@
 """Who gets a place in the trainer, and when: the places of clients that have gone, and those who wait."""
 
-import asyncio
 import dataclasses
 import time
 
 import pytest
 
-from torchtitan_rl.config.meshes import LoRAConfig
+from tests.kit.tinker import Trainer, served
 from torchtitan_rl.serve.errors import Refused
 from torchtitan_rl.serve.tinker.bodies import CreateModelBody, LoraBody, SessionBody
-from torchtitan_rl.serve.tinker.service import Limits, Served, Server
-
-
-class Trainer:
-    """Takes models in and out at once."""
-
-    def __init__(self):
-        self.models = []
-
-    def add_adapter(self, name, **_):
-        self.models.append(name)
-        return done()
-
-    def drop_adapter(self, name):
-        self.models.remove(name)
-        return done()
-
-
-def done():
-    future = asyncio.get_running_loop().create_future()
-    future.set_result(None)
-    return future
+from torchtitan_rl.serve.tinker.service import Limits, Server
 
 
 def a_server(directory, *, max_models=2, silent_s=0.4, wait_s=5.0):
-    served = Served(
-        base_model="base",
-        base_dir=directory,
-        family="qwen3",
-        vocab_size=64,
-        context_tokens=64,
-        trained_tokens=64,
-        lora=LoRAConfig(rank=8, alpha=32.0),
-        end_tokens={"eos": 1, "pad": 0},
-        write_form=lambda checkpoint, source, target: None,
-    )
     limits = Limits(max_models=max_models, silent_s=silent_s, place_wait_s=wait_s)
-    return Server(served, Trainer(), None, None, directory, limits)
+    return Server(served(directory), Trainer(), None, None, directory, limits)
 
 
 def create(service, session_id, number=0):

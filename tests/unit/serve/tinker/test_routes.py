@@ -8,53 +8,20 @@ import pytest
 import zstandard
 from tinker.proto import tinker_public_pb2 as pb
 
-from torchtitan_rl.config.meshes import LoRAConfig
+from tests.kit.tinker import Trainer, served
 from torchtitan_rl.serve.tinker.app import make_app
 from torchtitan_rl.serve.tinker.owners import EVERYBODY, OneKey
-from torchtitan_rl.serve.tinker.service import Limits, Served, Server
-from torchtitan_rl.types import OptimStepOutput
+from torchtitan_rl.serve.tinker.service import Limits, Server
 
 PROTOBUF = {"Content-Type": "application/x-protobuf"}
-
-
-class Trainer:
-    """Of `TrainingClient`, what adding a model and a step ask for; counts steps."""
-
-    def __init__(self):
-        self.steps = 0
-
-    def add_adapter(self, name, **_):
-        return asyncio.ensure_future(asyncio.sleep(0))
-
-    use_adapter = drop_adapter = add_adapter
-
-    def optim_step(self, params):
-        self.steps += 1
-
-        async def answer():
-            norm = float("nan") if self.steps == 1 else 1.0
-            return OptimStepOutput(grad_norm=norm, lr=params.lr, policy_version=1, skipped=False)
-
-        return asyncio.ensure_future(answer())
 
 
 class Client:
     """A client of one service in this event loop, with a model."""
 
     def __init__(self, directory: Path):
-        served = Served(
-            base_model="tiny",
-            base_dir=directory,
-            family="qwen3",
-            vocab_size=64,
-            context_tokens=64,
-            trained_tokens=64,
-            lora=LoRAConfig(rank=8, alpha=8.0),
-            end_tokens={"eos": 1, "pad": 0},
-            write_form=lambda checkpoint, source, target: None,
-        )
         self.trainer = Trainer()
-        server = Server(served, self.trainer, None, None, directory, Limits())
+        server = Server(served(directory, base_model="tiny"), self.trainer, None, None, directory, Limits())
         self.service = server.service(EVERYBODY)
         transport = httpx.ASGITransport(make_app(server, OneKey()))
         self.http = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1/api/v1")
@@ -80,7 +47,7 @@ class Client:
             return await self.answer(await self.post("optim_step", json=body))
 
 
-async def served(tmp_path, play):
+async def answers(tmp_path, play):
     client = Client(tmp_path)
     try:
         return await play(client)
@@ -98,7 +65,7 @@ async def test_a_sample_that_names_a_model_takes_none_of_its_numbers(tmp_path):
             assert "is not open" in (await client.answer(await client.post("asample", json=body)))["error"]
         return [(await client.step(number))["type"] for number in (1, 2)], client.trainer.steps
 
-    assert await served(tmp_path, play) == (["optim_step"] * 2, 2)
+    assert await answers(tmp_path, play) == (["optim_step"] * 2, 2)
 
 
 @pytest.mark.parametrize("path", ["copy_weights", "a_kind_of_a_newer_sdk"])
@@ -110,7 +77,7 @@ async def test_a_kind_that_is_not_offered_ends_at_its_place(tmp_path, path):
         without_number = await client.post(path, json={"path": "x"})
         return refused, without_number.status_code, await client.step(2)
 
-    refused, status, second = await served(tmp_path, play)
+    refused, status, second = await answers(tmp_path, play)
     assert refused["category"] == "user" and f"{path}: is not offered" in refused["error"]
     assert status == 400 and second["type"] == "optim_step"
 
@@ -128,7 +95,7 @@ async def test_a_body_that_expands_too_far_ends_at_its_place(tmp_path):
         other = await client.answer(await client.post("forward", content=parts, headers=PROTOBUF))
         return refused["error"], other["error"], await client.step(3)
 
-    refused, other, third = await served(tmp_path, play)
+    refused, other, third = await answers(tmp_path, play)
     assert "without zstd" in refused and "parts" in other and third["type"] == "optim_step"
 
 
@@ -137,7 +104,7 @@ async def test_a_metric_that_is_no_number_is_left_out_because_the_sdk_takes_numb
         await client.create()
         return await client.step(1), await client.step(2)
 
-    first, second = await served(tmp_path, play)
+    first, second = await answers(tmp_path, play)
     assert "grad_norm:mean" not in first["metrics"] and second["metrics"]["grad_norm:mean"] == 1.0
 
 
@@ -153,7 +120,7 @@ async def test_a_model_that_is_refused_takes_no_number_and_one_that_is_there_is_
         again = await client.answer(await client.post("create_model", json=body))
         return refused, again, await client.step(2)
 
-    refused, again, second = await served(tmp_path, play)
+    refused, again, second = await answers(tmp_path, play)
     assert "rank=99" in refused["error"] and "is in this server already" in again["error"]
     assert second["type"] == "optim_step"
 
@@ -167,4 +134,4 @@ async def test_small_bodies_metadata_and_finished_sessions_are_bounded(tmp_path)
             await client.post(f"sessions/{session}/finish", json={})
         return long.status_code, wide.status_code, len(client.service.sessions)
 
-    assert await served(tmp_path, play) == (413, 400, Limits().max_finished)
+    assert await answers(tmp_path, play) == (413, 400, Limits().max_finished)

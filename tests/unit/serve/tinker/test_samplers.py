@@ -10,27 +10,23 @@ from torchtitan_rl.serve.tinker.saved_states import Checkpoints, ModelRecord
 
 
 async def test_versions_never_mix_and_each_gets_its_turn():
-    async def run():
-        turns, inside, seen = Turns(turn_s=0.01), {}, []
+    turns, inside, seen = Turns(turn_s=0.01), {}, []
 
-        async def request(version):
-            async with turns.of(version):
-                inside[version] = inside.get(version, 0) + 1
-                assert [v for v, number in inside.items() if number] == [version]
-                seen.append(version)
-                await asyncio.sleep(0.002)
-                inside[version] -= 1
+    async def request(version):
+        async with turns.of(version):
+            inside[version] = inside.get(version, 0) + 1
+            assert [v for v, number in inside.items() if number] == [version]
+            seen.append(version)
+            await asyncio.sleep(0.002)
+            inside[version] -= 1
 
-        async def client(version):
-            for _ in range(20):
-                await request(version)
+    async def client(version):
+        for _ in range(20):
+            await request(version)
 
-        await asyncio.wait_for(asyncio.gather(*(client(v) for v in (1, 2, 3) for _ in range(4))), 20)
-        return seen, turns.num_turns
-
-    seen, num_turns = await run()
+    await asyncio.wait_for(asyncio.gather(*(client(v) for v in (1, 2, 3) for _ in range(4))), 20)
     assert sorted(seen) == [1] * 80 + [2] * 80 + [3] * 80
-    assert 3 <= num_turns < 120, "requests of a version share a turn"
+    assert 3 <= turns.num_turns < 120, "requests of a version share a turn"
     assert set(seen[: len(seen) // 2]) == {1, 2, 3}, "nobody waits until another version has nothing left to ask"
 
 
@@ -83,26 +79,17 @@ class Store:
 
 
 async def test_versions_beyond_the_bound_wait_on_disk_and_come_back(tmp_path):
-    async def run():
-        store = Store()
-        versions = Versions(store, max_published=2, max_spooled=9, spool=tmp_path / "spool")
-        for store.next in (1, 2, 3, 4):
-            assert await versions.publish() == store.next
-        pushed_out = sorted(store.holders)
-        async with versions.published(1):
-            back = sorted(store.holders)
-        await versions.publish()  # the same version again
-        again = dict(store.holders)
-        await versions.forget(1)
-        return (
-            pushed_out,
-            back,
-            again,
-            sorted(store.holders),
-            sorted(file.name for file in (tmp_path / "spool").iterdir()),
-        )
-
-    pushed_out, back, again, left, files = await run()
+    store = Store()
+    versions = Versions(store, max_published=2, max_spooled=9, spool=tmp_path / "spool")
+    for store.next in (1, 2, 3, 4):
+        assert await versions.publish() == store.next
+    pushed_out = sorted(store.holders)
+    async with versions.published(1):
+        back = sorted(store.holders)
+    await versions.publish()  # the same version again
+    again = dict(store.holders)
+    await versions.forget(1)
+    left, files = sorted(store.holders), sorted(file.name for file in (tmp_path / "spool").iterdir())
     assert pushed_out == [3, 4] and back == [1, 3, 4] and again == {1: 1, 4: 1}
     assert left == [4] and files == ["2.safetensors", "3.safetensors"]
 
@@ -130,22 +117,19 @@ async def test_a_checkpoint_that_was_deleted_is_named(tmp_path):
 
 
 async def test_versions_without_a_name_are_bounded_on_disk_too_and_the_ones_used_least_recently_go(tmp_path):
-    async def run():
-        store = Store()
-        versions = Versions(store, max_published=1, max_spooled=2, spool=tmp_path / "spool")
-        for store.next in (1, 2, 3):
-            await versions.publish()
-        async with versions.published(1):  # used again
+    store = Store()
+    versions = Versions(store, max_published=1, max_spooled=2, spool=tmp_path / "spool")
+    for store.next in (1, 2, 3):
+        await versions.publish()
+    async with versions.published(1):  # used again
+        pass
+    for store.next in (4, 5):
+        await versions.publish()
+    left = [version for version in range(1, 6) if version in versions]
+    with pytest.raises(Fault, match="was dropped: many newer ones have no name"):
+        async with versions.published(2):
             pass
-        for store.next in (4, 5):
-            await versions.publish()
-        left = [version for version in range(1, 6) if version in versions]
-        with pytest.raises(Fault, match="was dropped: many newer ones have no name"):
-            async with versions.published(2):
-                pass
-        return left, sorted(file.name for file in (tmp_path / "spool").iterdir())
-
-    left, files = await run()
+    files = sorted(file.name for file in (tmp_path / "spool").iterdir())
     assert left == [1, 4, 5] and files == ["1.safetensors", "4.safetensors"]
 
 

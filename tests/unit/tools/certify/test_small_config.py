@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.unit.config.test_load import refusal
+from tests.kit.refusal import refusal
 from torchtitan_rl.families import BUILT_IN, Qwen3Shape, shape_of_hf
 from torchtitan_rl.families.rope import Llama3Scaling, YarnScaling
 from torchtitan_rl.tools.certify.small_config import CONTEXT, debug_config, small_config

@@ -12,7 +12,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from tests.made_runs import HOSTILE, completion, group, made_run, write_evaluation, write_step
+from tests.kit.runs import HOSTILE, completion, group, made_run, write_evaluation, write_step
 from torchtitan_rl.cli import main, verbs
 from torchtitan_rl.record.run_dir import RunDir
 

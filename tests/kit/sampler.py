@@ -1,5 +1,6 @@
-"""A sampler that says what a test tells it to, with the interface of SamplingClient, and its policy."""
+"""Samplers that say what a test tells them to, with the interface of SamplingClient, and a policy over one."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from transformers import AutoTokenizer
@@ -27,6 +28,19 @@ class Scripted:
         return Completion(
             tokens=said, logprobs=[-0.5] * len(said), policy_versions=[3] * len(said), finish_reason=reason
         )
+
+
+class Answering:
+    """Says `answer(prompt, params)`, a text, after the text of the prompt; every token has probability 1."""
+
+    def __init__(self, answer: Callable[[str, SamplingParams], str], tokenizer=CHARS):
+        self.answer, self.tokenizer = answer, tokenizer
+
+    async def sample(self, tokens, params, *, policy_version=None):
+        text = self.answer(self.tokenizer.decode(tokens), params)
+        tokens = self.tokenizer.encode(text, add_special_tokens=False)
+        num = len(tokens)
+        return Completion(tokens=tokens, logprobs=[0.0] * num, policy_versions=[0] * num, finish_reason="stop")
 
 
 def policy(*said, tokenizer=CHARS, **settings) -> Policy:
