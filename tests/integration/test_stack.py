@@ -30,7 +30,7 @@ def test_engine_runs_torchtitan_blocks_on_vllm_attention(loop, controller):
 
     (modules,) = loop.run_until_complete(run())
     assert modules.count("torchtitan.models.qwen3.model.Qwen3TransformerBlock") == 4
-    assert modules.count("torchtitan.models.common.attention.GQAttention") == 4
+    assert modules.count("torchtitan_rl.engine.kernels.KernelAttention") == 4  # a GQAttention
     assert sum(m.startswith("vllm.") and m.endswith(".Attention") for m in modules) == 4
     assert not any("VarlenAttention" in m or "ScaledDotProduct" in m for m in modules)
 
