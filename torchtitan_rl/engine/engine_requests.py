@@ -28,6 +28,7 @@ def engine_params(request: Request) -> EngineSamplingParams:
     return EngineSamplingParams(
         **{name: getattr(params, name) for name in _SHARED_FIELDS},
         logprobs=0,
+        flat_logprobs=True,  # one list of numbers a request, in place of a dictionary and an object a token
         detokenize=bool(params.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
         structured_outputs=structured_outputs(params.structure),
@@ -50,11 +51,15 @@ def completion(output: Any, version_starts: list[tuple[int, int]]) -> Completion
     from there on), the first at 0."""
     sampled = output.outputs[0]
     tokens = list(sampled.token_ids)
-    logprobs = [entry[token].logprob for token, entry in zip(tokens, sampled.logprobs, strict=True)]
     versions: list[int] = []
     for (_, version), (end, _) in zip(version_starts, [*version_starts[1:], (len(tokens), 0)]):
         versions += [version] * (end - len(versions))
-    return Completion(tokens=tokens, logprobs=logprobs, policy_versions=versions, finish_reason=sampled.finish_reason)
+    return Completion(
+        tokens=tokens,
+        logprobs=list(sampled.logprobs.logprobs),
+        policy_versions=versions,
+        finish_reason=sampled.finish_reason,
+    )
 
 
 def scores(output: Any, request: Any) -> Scores | tuple[torch.Tensor, torch.Tensor]:
@@ -80,8 +85,7 @@ def scores(output: Any, request: Any) -> Scores | tuple[torch.Tensor, torch.Tens
 def has_nan(output: Any) -> bool:
     """Whether a finished `RequestOutput` has a NaN for a token that it sampled or scored."""
     if output.prompt_logprobs is None:
-        sampled = output.outputs[0]
-        return any(math.isnan(e[token].logprob) for token, e in zip(sampled.token_ids, sampled.logprobs, strict=True))
+        return any(map(math.isnan, output.outputs[0].logprobs.logprobs))
     scored = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
     cached = output.num_cached_tokens or 0
     return any(math.isnan(entry[token].logprob) for token, entry in islice(scored, cached, None))

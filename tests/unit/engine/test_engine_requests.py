@@ -10,6 +10,8 @@ from torchtitan_rl.types import Request, SamplingParams
 
 adapters.prepare_vllm(eager=True)
 
+from vllm.logprobs import FlatLogprobs, Logprob  # noqa: E402
+
 from torchtitan_rl.engine.engine_requests import completion, engine_params, has_nan, scores  # noqa: E402
 
 
@@ -17,16 +19,20 @@ def scored(logprob, rank):
     return SimpleNamespace(logprob=logprob, rank=rank)
 
 
+def flat(*logprobs):
+    """vLLM's container of the sampled tokens' log-probabilities."""
+    container = FlatLogprobs()
+    for logprob in logprobs:
+        container.append({7: Logprob(logprob=logprob)})
+    return container
+
+
 def scoring_request(top_k, *version_starts):
     return SimpleNamespace(top_k=top_k, version_starts=list(version_starts or [(0, 3)]))
 
 
 def test_each_token_carries_the_version_that_held_when_it_was_drawn():
-    sampled = SimpleNamespace(
-        token_ids=(5, 6, 7, 8),
-        logprobs=[{token: scored(-float(token), 1)} for token in (5, 6, 7, 8)],
-        finish_reason="length",
-    )
+    sampled = SimpleNamespace(token_ids=(5, 6, 7, 8), logprobs=flat(-5.0, -6.0, -7.0, -8.0), finish_reason="length")
     answer = completion(SimpleNamespace(outputs=[sampled]), [(0, 3), (1, 4), (1, 5), (3, 6)])
     assert answer.tokens == [5, 6, 7, 8] and answer.logprobs == [-5.0, -6.0, -7.0, -8.0]
     assert answer.policy_versions == [3, 5, 5, 6] and answer.finish_reason == "length"
@@ -72,7 +78,9 @@ def test_a_request_without_parameters_scores_its_prompt():
     assert (scoring.prompt_logprobs, scoring.max_tokens, scoring.temperature) == (3, 1, 0.0)
     sampling = engine_params(Request([1, 2], SamplingParams(max_tokens=4, temperature=0.5, seed=7, stop=["x"])))
     assert (sampling.max_tokens, sampling.temperature, sampling.seed, sampling.stop) == (4, 0.5, 7, ["x"])
-    assert sampling.prompt_logprobs is None and sampling.logprobs == 0 and sampling.detokenize
+    assert (
+        sampling.prompt_logprobs is None and sampling.logprobs == 0 and sampling.detokenize and sampling.flat_logprobs
+    )
 
 
 def test_what_alters_the_distribution_reaches_the_engine():
@@ -86,9 +94,7 @@ def test_a_nan_is_seen_in_what_was_sampled_or_scored_and_not_in_what_the_cache_c
     nan = float("nan")
 
     def sampled(*logprobs):
-        entries = [{i: scored(logprob, 1), 99: scored(nan, 2)} for i, logprob in enumerate(logprobs)]
-        output = SimpleNamespace(token_ids=list(range(len(logprobs))), logprobs=entries)
-        return SimpleNamespace(prompt_logprobs=None, outputs=[output])
+        return SimpleNamespace(prompt_logprobs=None, outputs=[SimpleNamespace(logprobs=flat(*logprobs))])
 
     def prompt(cached, *logprobs):
         entries = [None, *({7: scored(logprob, 1)} for logprob in logprobs)]
