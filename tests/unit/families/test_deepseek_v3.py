@@ -166,7 +166,7 @@ def test_sizes_and_settings_that_do_not_fit_are_refused():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM's build for a GPU has no kernels for a CPU")
 def test_vllms_kernel_on_a_cpu_takes_query_heads_for_tokens():
-    """The reason of `own_model_fault`: vLLM's own DeepSeek-V3 passes queries of three dimensions, other models of two.
+    """The reason of `own_model_fault`: vLLM's own DeepSeek-V3 passes queries of three dimensions, its Qwen2 of two.
     When this test fails, vLLM is mended: remove the fault of `DeepseekV3Shape`, and the test."""
     adapters.prepare_vllm(eager=True)
     from vllm.config import VllmConfig, set_current_vllm_config
