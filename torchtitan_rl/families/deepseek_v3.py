@@ -80,14 +80,11 @@ class DeepseekV3Shape(DecoderShape):
                 f"own; use n_heads={self.n_heads}"
             )
         for name in ("rotated_dim", "value_dim"):
-            if not 0 < getattr(self, name) <= self.head_dim:
-                raise ValueError(
-                    f"model.shape.{name}={getattr(self, name)}: must be from 1 to head_dim={self.head_dim}"
-                )
-        if not 0 <= self.n_dense_layers < self.n_layers:
+            if getattr(self, name) > self.head_dim:
+                raise ValueError(f"model.shape.{name}={getattr(self, name)}: must be at most head_dim={self.head_dim}")
+        if self.n_dense_layers >= self.n_layers:
             raise ValueError(
-                f"model.shape.n_dense_layers={self.n_dense_layers}: must be at least 0 and less than "
-                f"n_layers={self.n_layers}"
+                f"model.shape.n_dense_layers={self.n_dense_layers}: must be below n_layers={self.n_layers}"
             )
 
     @classmethod

@@ -44,11 +44,12 @@ def validate(config: RunConfig) -> None:
     for task in (config.task, config.supervised.task, *(eval_set.task for eval_set in eval_sets)):
         _check_again(task)
     shape = resolve_shape(config.model)
-    check_fields(shape, "model.shape.")  # which may be that of a directory
     _check_tokenizer(config.model, shape)
     longest = config.sampling.max_prompt_tokens + config.sampling.max_tokens
     for role, (trainer, model) in config.trainers().items():
-        check_trainer("trainer" if role == "policy" else f"roles.{role}.trainer", trainer, model, longest)
+        prefix = "" if role == "policy" else f"roles.{role}."
+        check_fields(resolve_shape(model), f"{prefix}model.shape.")  # a directory's config.json may have said it
+        check_trainer(f"{prefix}trainer", trainer, model, longest)
     check_own_model(config.generator, shape)
     if shape.experts is not None:
         check_generator_of_experts(config, shape)

@@ -104,9 +104,9 @@ def _check_experts(where: str, trainer: TrainerConfig, model: ModelConfig, shape
         if degree != 1:
             raise ValueError(f"{field}={degree}: the model has no experts; use 1")
         return
-    if not 1 <= experts.top_k <= experts.num_experts:
+    if experts.top_k > experts.num_experts:
         raise ValueError(
-            f"model.shape.experts.top_k={experts.top_k}: must be from 1 to num_experts={experts.num_experts}"
+            f"model.shape.experts.top_k={experts.top_k}: must be at most num_experts={experts.num_experts}"
         )
     ranks = parallel.data_parallel_shard_degree * parallel.tensor_parallel_degree
     fits = [d for d in range(1, ranks + 1) if ranks % d == experts.num_experts % d == 0]
