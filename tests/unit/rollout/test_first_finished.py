@@ -21,7 +21,7 @@ def slots(batch):
     return [draw.slot for draw in batch.draws if draw.round == 0]
 
 
-class Told(BatchLoop):
+class SteeredLoop(BatchLoop):
     """A run whose draws end when the test says so; the version of their tokens is the one at their start. It runs
     `on_virtual_time`."""
 
@@ -74,7 +74,7 @@ async def test_every_slot_trains_once_and_in_time(lag, seed):
 
 @on_virtual_time
 async def test_a_long_slot_waits_until_it_is_due_and_is_waited_for_then():
-    run = Told(lag=2)
+    run = SteeredLoop(lag=2)
     order = lambda slot: (slot == 0, slot)  # noqa: E731
     batches = [await run.batch(order) for _ in range(4)]
     assert [slots(batch) for batch in batches] == [[1, 2, 3], [4, 5, 6], [0, 7, 8], [9, 10, 11]]
@@ -85,7 +85,7 @@ async def test_a_long_slot_waits_until_it_is_due_and_is_waited_for_then():
 @pytest.mark.parametrize("lag", range(2, 8))
 @on_virtual_time
 async def test_no_slot_comes_too_late_where_the_newest_end_first(lag):
-    run = Told(lag)
+    run = SteeredLoop(lag)
     batches = [await run.batch(lambda slot: -slot) for _ in range(NUM_BATCHES)]
     assert max(run.lags) <= lag
     assert {slot for batch in batches for slot in slots(batch)} == ALL
@@ -119,7 +119,7 @@ async def test_a_resumed_run_loses_no_slot_and_plays_none_again(lag, seed, stop_
 
 @on_virtual_time
 async def test_slots_that_were_given_up_are_due_again():
-    run = Told(lag=2)
+    run = SteeredLoop(lag=2)
     await run.batch(lambda slot: -slot)  # trains 5, 4, 3
     await run.batches.cancel()
     assert run.draws.next_slot == 0
@@ -162,7 +162,7 @@ async def test_a_batch_without_a_group_plays_its_slots_again():
 
 @on_virtual_time
 async def test_the_share_of_long_rollouts_is_told_of_the_batch_and_of_all_that_were_played():
-    run = Told(lag=2)
+    run = SteeredLoop(lag=2)
     run.batches._player.max_tokens = 4  # long: two tokens or more
     batches = [await run.batch() for _ in range(3)]
     played = [slot for slot, end in run.ends.items() if end.is_set()]
