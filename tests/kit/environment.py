@@ -3,7 +3,7 @@
 from torchtitan_rl.tasks.env import Env
 
 
-class Played(Env):
+class ScriptedEnv(Env):
     """Begins with `first` and answers each completion with the next of `steps`, with the last of them for ever. A step
     may be a function of the completion. Counts how often it is closed."""
 
@@ -21,7 +21,7 @@ class Played(Env):
         self.closed += 1
 
 
-class Awaited(Played):
+class AsyncScriptedEnv(ScriptedEnv):
     """The same on the event loop. A step may be a coroutine function."""
 
     async def reset(self):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from torchtitan_rl.types import Task
 
 
-def nothing(task, completions):
+def zero_reward(task, completions):
     return [0.0] * len(completions)
 
 
@@ -18,7 +18,7 @@ class Family:
         num_tasks: int | None = None,
         *,
         prompts: str | list[str] = "",
-        reward: Callable = nothing,
+        reward: Callable = zero_reward,
         environment: Callable | None = None,
         name: str = "family",
     ):

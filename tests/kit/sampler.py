@@ -12,7 +12,7 @@ from torchtitan_rl.types import Completion, SamplingParams
 CHARS = AutoTokenizer.from_pretrained(Path(torchtitan_rl.__file__).parent / "assets" / "chars")
 
 
-class Scripted:
+class ScriptedSampler:
     """Says the next of its texts (or token lists) whatever it is asked; ends as an engine would."""
 
     def __init__(self, *said: str | list[int], tokenizer=CHARS):
@@ -30,7 +30,7 @@ class Scripted:
         )
 
 
-class Answering:
+class FunctionSampler:
     """Says `answer(prompt, params)`, a text, after the text of the prompt; every token has probability 1."""
 
     def __init__(self, answer: Callable[[str, SamplingParams], str], tokenizer=CHARS):
@@ -45,4 +45,4 @@ class Answering:
 
 def policy(*said, tokenizer=CHARS, **settings) -> Policy:
     settings = {"max_tokens": 32, "max_prompt_tokens": 64} | settings
-    return Policy(generator=Scripted(*said, tokenizer=tokenizer), tokenizer=tokenizer, **settings)
+    return Policy(generator=ScriptedSampler(*said, tokenizer=tokenizer), tokenizer=tokenizer, **settings)

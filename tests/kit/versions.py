@@ -2,13 +2,13 @@
 
 
 class Versions:
-    """`held` has a (version, holder) for each hold."""
+    """`holds` has a (version, holder) for each hold."""
 
     def __init__(self, served: int):
-        self.served, self.held = served, []
+        self.served, self.holds = served, []
 
     def pin(self, version, holder):
-        self.held.append((version, holder))
+        self.holds.append((version, holder))
 
     async def release(self, version, holder):
-        self.held.remove((version, holder))
+        self.holds.remove((version, holder))

@@ -63,14 +63,7 @@ def worker(tmp_path, request):
 @pytest.mark.slow
 def test_silence_ends_the_children_and_begins_the_worker_anew(worker):
     process, port, child = worker
-    controller = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            f"from torchtitan_rl.launch.liveness.lease import Lease\nLease('127.0.0.1', {port}, 'tcp://127.0.0.1:7').join()",
-        ],
-        env=os.environ | {"TORCHTITAN_RL_LEASE_S": "1"},
-    )
+    controller = controller_of(port)
     time.sleep(2)  # longer than the lease: the controller keeps it
     assert child.is_running() and process.poll() is None
     controller.kill(), controller.wait()
@@ -101,8 +94,9 @@ CONTROLLER = (
 
 
 def controller_of(port: int) -> subprocess.Popen:
-    """A process that keeps the worker's lease."""
-    return subprocess.Popen([sys.executable, "-c", CONTROLLER.format(port=port)])
+    """A process that keeps the worker's lease, with a word every quarter of a second."""
+    environment = os.environ | {"TORCHTITAN_RL_LEASE_S": "1"}
+    return subprocess.Popen([sys.executable, "-c", CONTROLLER.format(port=port)], env=environment)
 
 
 def patient(process: subprocess.Popen, child: psutil.Process) -> None:
@@ -126,7 +120,8 @@ def test_a_controller_that_attaches_after_a_killed_one_ends_what_that_one_left_a
 
 
 @pytest.mark.parametrize("worker", ["30"], indirect=True)
-def test_a_controller_that_attaches_beside_a_live_one_or_after_a_goodbye_ends_nothing(worker):
+def test_a_controller_that_attaches_beside_a_live_one_or_after_a_goodbye_ends_nothing(worker, monkeypatch):
+    monkeypatch.setattr(lease_module, "EVERY_S", 0.25)
     process, port, child = worker
     first = controller_of(port)
     time.sleep(2)

@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from tests.kit.listener import Heard
+from tests.kit.listener import EventLog
 from torchtitan_rl.record.console.display import Display
 from torchtitan_rl.record.console.progress import Progress
 from torchtitan_rl.record.recorder import Metrics, Recorder
@@ -13,14 +13,14 @@ from torchtitan_rl.record.run_dir_writer import RunDirWriter
 
 
 def test_listeners_hear_facts_and_spans_in_order():
-    notes = Heard()
+    notes = EventLog()
     recorder = Recorder([notes])
     with pytest.raises(KeyError), recorder.span("phase", total=2) as phase:
         with recorder.span("step") as step:
             recorder.record(Metrics(line={"step": 1}))
         recorder.advance(phase, text="half")
         raise KeyError
-    assert notes.heard == [
+    assert notes.events == [
         ("begin", "phase"),
         ("begin", "step"),
         ("metrics", Metrics(line={"step": 1})),

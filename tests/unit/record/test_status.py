@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.kit.listener import Heard
+from tests.kit.listener import EventLog
 from torchtitan_rl.record.background import BackgroundListener
 from torchtitan_rl.record.recorder import Listener, Recorder
 from torchtitan_rl.record.run_dir import RunDir
@@ -100,7 +100,7 @@ def test_what_has_not_changed_is_written_again_after_a_while(run_dir, monkeypatc
 
 
 def test_a_listener_in_a_thread_of_its_own_is_told_of_time_that_passes():
-    beats = Heard()
+    beats = EventLog()
     aside = BackgroundListener(beats, name="beats", beat_s=0.01)
-    eventually(lambda: beats.heard.count(("beat",)) >= 2)
+    eventually(lambda: beats.events.count(("beat",)) >= 2)
     aside.close()

@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from tests.kit.environment import Awaited, Played
+from tests.kit.environment import AsyncScriptedEnv, ScriptedEnv
 from torchtitan_rl.record import tracing
 from torchtitan_rl.record.recorder import Recorder
 from torchtitan_rl.record.timeline import recording
@@ -331,7 +331,7 @@ async def test_environments_run_on_the_loop_or_in_a_thread(recorded):
         await asyncio.sleep(0.05)
         return Step(done=True)
 
-    for env in (Played(slow), Awaited(waiting)):
+    for env in (ScriptedEnv(slow), AsyncScriptedEnv(waiting)):
         episode = Episode(env, Task(id="a", prompt="b"), 5.0)
         await episode.reset()
         await episode.step("hello")

@@ -2,108 +2,22 @@
 
 import asyncio
 import json
-import random
-from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kit.family import Family
-from torchtitan_rl.config.algorithm import AlgorithmConfig, FilterConfig
-from torchtitan_rl.config.model import ModelConfig
-from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.rollout.ahead import BatchesAhead
-from torchtitan_rl.rollout.batch_sources import lagged_batches, synchronous_batches
-from torchtitan_rl.rollout.draws import Draws
-from torchtitan_rl.rollout.finished import FinishedGroups
-from torchtitan_rl.rollout.first_finished import FirstFinished
+from tests.kit.batch_loop import NUM_BATCHES, PER_BATCH, BatchLoop
+from tests.kit.virtual_time import on_virtual_time
 from torchtitan_rl.rollout.lag import check_lag, lag_metrics
-from torchtitan_rl.tasks.family import TaskSource
-from torchtitan_rl.types import Completion, Rollout, RolloutGroup, Task, Turn
-from torchtitan_rl.types.run_state import RunState
-
-PER_BATCH, NUM_BATCHES = 3, 7
+from torchtitan_rl.types import Task
 
 
-class Run:
-    """A loop over batches with generators that take a random time, drawn from a seed; every batch is one step and is
-    followed by a publication. `bad` groups have equal rewards, which the filter drops."""
-
-    def __init__(self, lag, seed=0, bad=(), start=None, kind=BatchesAhead):
-        self.random, self.bad, self.events = random.Random(seed), set(bad), []
-        filters = FilterConfig(zero_variance=bool(bad), max_resamples=3 if bad else 0)
-        algorithm = AlgorithmConfig(max_policy_lag=lag, tasks_per_step=PER_BATCH, group_size=2, filters=filters)
-        self.config = RunConfig(name="unit", task=None, model=ModelConfig(assets="chars"), algorithm=algorithm)
-        self.config.controller.num_steps = NUM_BATCHES
-        self.config.sampling.max_tokens = 64
-        algorithm.batch_order = "finished" if kind is FirstFinished else "slots"
-        self.state, self.publications, self.draws = RunState(seed=0), [0], Draws(TaskSource(Family(), "train", 0))
-        if start is not None:
-            self.state.step, draws = start
-            self.draws.load_state_dict(draws)
-        self.finished, self.played = FinishedGroups(), []
-        self.lags = []
-        """`policy/lag_max` of each batch as it began to train."""
-        arguments = self.config, SimpleNamespace(play=self.play), self.draws, self.state, self.admitted
-        if lag:
-            self.batches = lagged_batches(*arguments, publications=self.publications, finished=self.finished)
-            assert type(self.batches) is kind
-        else:
-            self.batches = synchronous_batches(*arguments)
-
-    def admitted(self, draws, step):
-        self.events.append(("admitted", step, self.publications[-1], [draw.id for draw in draws]))
-
-    async def play(self, draws, counts: Counter):
-        return list(await asyncio.gather(*(self.play_draw(draw) for draw in draws)))
-
-    async def play_draw(self, draw):
-        """As `Rollouts` does: a group that a checkpoint holds is not played again."""
-        if (group := self.finished.take(draw.id, draw.task)) is None:
-            group = await self.group(draw.task, draw.id)
-            self.finished.keep(draw.id, draw.task, group)
-        return group
-
-    async def group(self, task, group_id):
-        versions = []
-        for _ in range(self.random.randrange(1, 4)):  # tokens: each from the version that is served then
-            await asyncio.sleep(self.random.choice([0, 0, 1e-4, 2e-3]))
-            versions.append(self.publications[-1])
-        tokens = Completion(
-            tokens=[0] * len(versions), logprobs=[0.0] * len(versions), policy_versions=versions, finish_reason="stop"
-        )
-        rewards = [1.0, 1.0] if group_id in self.bad else [1.0, 0.0]
-        turns = [Turn(prompt_tokens=[0], completion=tokens)]
-        rollouts = [
-            Rollout(id=f"{group_id}/{i}", task=task, turns=turns, reward=reward, group=group_id)
-            for i, reward in enumerate(rewards)
-        ]
-        self.played.append(group_id)
-        return RolloutGroup(id=group_id, rollouts=rollouts)
-
-    async def batch(self):
-        """One round of the loop. Returns the batch."""
-        batch = await self.batches.next_batch()
-        self.lags.append(lag_metrics(batch.groups, self.publications)["policy/lag_max"])
-        self.events.append(("trained", self.state.step, self.publications[-1], [group.id for group in batch.groups]))
-        await asyncio.sleep(self.random.choice([0, 1e-3]))
-        self.state.step += 1
-        self.publications.append(self.publications[-1] + self.random.randrange(2))  # some steps are skipped
-        return batch
-
-    async def all(self):
-        return [await self.batch() for _ in range(self.state.step, NUM_BATCHES)]
-
-    def of(self, kind):
-        return [event for event in self.events if event[0] == kind]
-
-
-@settings(deadline=None)  # the loop sleeps, and a busy machine sleeps longer
+@settings(deadline=None)
 @given(lag=st.integers(0, 3), seed=st.integers(0, 2**16))
+@on_virtual_time
 async def test_the_composition_of_batches_does_not_depend_on_what_ends_first(lag, seed):
-    run = Run(lag, seed, bad=["1/0", "5/0", "5/1"])
+    run = BatchLoop(lag, seed, bad=["1/0", "5/0", "5/1"])
     batches = await run.all()
     trained = [sorted(group.id for group in batch.groups) for batch in batches]
     slots = [[f"{slot}/0" for slot in range(3 * b, 3 * b + 3)] for b in range(NUM_BATCHES)]
@@ -112,10 +26,11 @@ async def test_the_composition_of_batches_does_not_depend_on_what_ends_first(lag
     assert sorted(sum((event[3] for event in run.of("admitted")), [])) == sorted(sum(trained, ["1/0", "5/0", "5/1"]))
 
 
-@settings(deadline=None)  # the loop sleeps, and a busy machine sleeps longer
+@settings(deadline=None)
 @given(lag=st.integers(0, 3), seed=st.integers(0, 2**16))
+@on_virtual_time
 async def test_no_token_is_older_than_the_bound_and_nothing_is_thrown_away_for_its_age(lag, seed):
-    run = Run(lag, seed)
+    run = BatchLoop(lag, seed)
     batches = await run.all()
     assert [len(batch.groups) for batch in batches] == [PER_BATCH] * NUM_BATCHES
     assert max(run.lags) <= lag
@@ -126,16 +41,17 @@ async def test_no_token_is_older_than_the_bound_and_nothing_is_thrown_away_for_i
 
 
 async def test_no_batch_is_admitted_that_the_run_will_not_train_on():
-    run = Run(lag=3)
+    run = BatchLoop(lag=3)
     await run.all()
     assert len(run.of("admitted")) == NUM_BATCHES and run.draws.next_slot == PER_BATCH * NUM_BATCHES
 
 
 @settings(deadline=None)
 @given(lag=st.integers(1, 3), seed=st.integers(0, 2**16), stop_after=st.integers(1, 5))
+@on_virtual_time
 async def test_a_resumed_run_trains_on_what_had_finished_and_plays_the_rest(lag, seed, stop_after):
     async def resumed(publications, state, lines):
-        run = Run(lag, seed + 1, bad=["1/0", "5/0", "5/1"], start=(stop_after, state))
+        run = BatchLoop(lag, seed + 1, bad=["1/0", "5/0", "5/1"], start=(stop_after, state))
         run.publications[:] = publications[-1:]  # a resumed run publishes the checkpoint's weights
         assert run.batches.resume(state, lines) == []
         assert run.publications == publications[-lag - 1 :]
@@ -143,7 +59,7 @@ async def test_a_resumed_run_trains_on_what_had_finished_and_plays_the_rest(lag,
         assert first["finished"] == lines and first["publications"] == run.publications
         return run, await run.all()
 
-    run = Run(lag, seed, bad=["1/0", "5/0", "5/1"])
+    run = BatchLoop(lag, seed, bad=["1/0", "5/0", "5/1"])
     for _ in range(stop_after):
         await run.batch()
     await asyncio.sleep(run.random.choice([0, 1e-3, 5e-3]))
@@ -166,14 +82,14 @@ async def test_a_resumed_run_trains_on_what_had_finished_and_plays_the_rest(lag,
 
 @pytest.mark.parametrize("lag", [0, 2])
 async def test_a_resumed_run_plays_what_was_in_flight_again(lag):
-    run = Run(lag)
+    run = BatchLoop(lag)
     for step in range(3):
         await run.batch()
         assert run.batches.state_dict()["next_slot"] == (step + 1) * PER_BATCH
     state = run.batches.state_dict()
     await run.batches.cancel()
     assert state["next_slot"] == 3 * PER_BATCH == run.draws.next_slot
-    resumed = Run(lag, start=(3, state))
+    resumed = BatchLoop(lag, start=(3, state))
     await resumed.all()
     assert [event[3] for event in run.of("trained") + resumed.of("trained")] == [
         [f"{slot}/0" for slot in range(3 * b, 3 * b + 3)] for b in range(NUM_BATCHES)
@@ -181,7 +97,7 @@ async def test_a_resumed_run_plays_what_was_in_flight_again(lag):
 
 
 async def test_a_failure_ahead_is_raised_when_its_batch_is_due_and_cancel_waits_for_no_one():
-    run = Run(lag=2)
+    run = BatchLoop(lag=2)
     play = run.play
 
     async def fails_in_the_second(draws, counts):
@@ -201,7 +117,7 @@ async def test_a_failure_ahead_is_raised_when_its_batch_is_due_and_cancel_waits_
 
 async def test_age_is_counted_in_publications_and_an_older_token_is_refused():
     task = Task(id="0", prompt="")
-    group = await Run(lag=0).group(task, "0/0")
+    group = await BatchLoop(lag=0).group(task, "0/0")
     for rollout in group.rollouts:
         rollout.turns[0].completion.policy_versions = [4, 6]
     check_lag([group], [0, 4, 6], 1)

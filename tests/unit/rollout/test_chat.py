@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from tests.kit.environment import Awaited
+from tests.kit.environment import AsyncScriptedEnv
 from tests.kit.sampler import CHARS, policy
 from tests.unit.rollout.templates import QWEN_LIKE, byte_bpe
 from torchtitan_rl.algorithm.datums import to_datums
@@ -28,7 +28,7 @@ QWEN = byte_bpe(QWEN_LIKE)
 
 def talk(first, answer, **settings):
     """Answers with messages once, and ends."""
-    return Awaited(Step(observation=answer), Step(reward=1.0, done=True), first=first, **settings)
+    return AsyncScriptedEnv(Step(observation=answer), Step(reward=1.0, done=True), first=first, **settings)
 
 
 async def play(env, policy):

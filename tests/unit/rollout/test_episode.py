@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tests.kit.environment import Awaited, Played
+from tests.kit.environment import AsyncScriptedEnv, ScriptedEnv
 from torchtitan_rl.rollout.episode import Episode
 from torchtitan_rl.tasks.env import Step
 from torchtitan_rl.types import Task
@@ -19,7 +19,7 @@ async def steps_of(env, *texts, timeout_s=5.0):
 
 
 async def test_reset_then_steps():
-    env = Played(Step(observation="on", reward=0.5), Step(reward=1, done=True))
+    env = ScriptedEnv(Step(observation="on", reward=0.5), Step(reward=1, done=True))
     first, (one, two) = await steps_of(env, "a", "b")
     assert first == "go" and (one.observation, one.reward, two.done) == ("on", 0.5, True)
 
@@ -29,21 +29,23 @@ async def test_an_async_environment_runs_on_the_event_loop():
         await asyncio.sleep(0)
         return Step(done=True)
 
-    assert (await steps_of(Awaited(step, first=[3, 4]), "a"))[0] == [3, 4]
+    assert (await steps_of(AsyncScriptedEnv(step, first=[3, 4]), "a"))[0] == [3, 4]
 
 
 async def test_it_is_played_once():
-    env = Played(Step(done=True))
+    env = ScriptedEnv(Step(done=True))
     await steps_of(env, "a")
-    with pytest.raises(RuntimeError, match="environment=Played: has been played before, for task 'play/1'; make a"):
+    with pytest.raises(
+        RuntimeError, match="environment=ScriptedEnv: has been played before, for task 'play/1'; make a"
+    ):
         await steps_of(env)
 
 
 async def test_a_step_before_reset_or_after_the_end_is_refused():
     with pytest.raises(RuntimeError, match="step before reset or after the end"):
-        await Episode(Played(), TASK, 5.0).step("a")
+        await Episode(ScriptedEnv(), TASK, 5.0).step("a")
     with pytest.raises(RuntimeError, match="step before reset or after the end"):
-        await steps_of(Played(Step(done=True), Step(done=True)), "a", "b")
+        await steps_of(ScriptedEnv(Step(done=True), Step(done=True)), "a", "b")
 
 
 async def test_something_that_is_no_environment_is_refused():
@@ -67,7 +69,7 @@ async def test_something_that_is_no_environment_is_refused():
 )
 async def test_answers_that_make_no_sense_are_refused(answer, message):
     with pytest.raises(RuntimeError, match=message):
-        await steps_of(Played(answer), "a")
+        await steps_of(ScriptedEnv(answer), "a")
 
 
 @pytest.mark.parametrize("raised", [KeyError("x"), StopIteration("x"), SystemExit("x")])
@@ -75,14 +77,14 @@ async def test_what_it_raises_names_it_and_the_task(raised):
     def broken(text):
         raise raised
 
-    with pytest.raises(RuntimeError, match="environment=Played: step raised .*x.* for task 'play/1'; mend it"):
-        await steps_of(Played(broken), "a")
+    with pytest.raises(RuntimeError, match="environment=ScriptedEnv: step raised .*x.* for task 'play/1'; mend it"):
+        await steps_of(ScriptedEnv(broken), "a")
 
 
 async def test_a_plain_step_that_never_returns_ends_at_its_deadline():
     start = time.monotonic()
     with pytest.raises(RuntimeError, match="step gave no answer for task 'play/1' within 0.1 s"):
-        await steps_of(Played(lambda text: time.sleep(2)), "a", timeout_s=0.1)
+        await steps_of(ScriptedEnv(lambda text: time.sleep(2)), "a", timeout_s=0.1)
     assert time.monotonic() - start < 1.5
 
 
@@ -90,8 +92,8 @@ async def test_an_async_step_that_waits_for_ever_ends_at_its_deadline():
     async def wait(text):
         await asyncio.Event().wait()
 
-    with pytest.raises(RuntimeError, match="environment=Awaited: step gave no answer"):
-        await steps_of(Awaited(wait), "a", timeout_s=0.5)
+    with pytest.raises(RuntimeError, match="environment=AsyncScriptedEnv: step gave no answer"):
+        await steps_of(AsyncScriptedEnv(wait), "a", timeout_s=0.5)
 
 
 async def test_a_timeout_of_its_own_is_an_error_like_others():
@@ -99,4 +101,4 @@ async def test_a_timeout_of_its_own_is_an_error_like_others():
         raise TimeoutError("the socket")
 
     with pytest.raises(RuntimeError, match="step raised TimeoutError: the socket"):
-        await steps_of(Played(broken), "a")
+        await steps_of(ScriptedEnv(broken), "a")

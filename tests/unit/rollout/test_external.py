@@ -13,7 +13,7 @@ import psutil
 import pytest
 from openai import BadRequestError
 
-from tests.kit.sampler import Answering, policy
+from tests.kit.sampler import FunctionSampler, policy
 from tests.unit.serve.opened import BYTES, END, client, user
 from torchtitan_rl.rollout.external import AgentFailed, CommandLimits, SessionLimits, external
 from torchtitan_rl.rollout.policy import SamplingFailed
@@ -315,7 +315,7 @@ async def test_a_fault_of_the_generators_is_not_the_agents():
         raise RuntimeError("no generator replica is left")
 
     with pytest.raises(SamplingFailed, match="no generator replica"):
-        await play(right, sampler=Answering(broken))
+        await play(right, sampler=FunctionSampler(broken))
 
 
 async def test_an_attempt_that_goes_on_after_its_end_meets_a_closed_session():

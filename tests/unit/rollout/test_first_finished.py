@@ -1,7 +1,6 @@
 """Batches of what finished first: which slots a batch may have, the bound on their age, and that every slot trains."""
 
 import asyncio
-import functools
 import json
 from collections import Counter
 
@@ -9,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.simulation.virtual_clock import VirtualLoop
-from tests.unit.rollout.test_ahead import NUM_BATCHES, PER_BATCH, Run
+from tests.kit.batch_loop import NUM_BATCHES, PER_BATCH, BatchLoop
+from tests.kit.virtual_time import on_virtual_time
 from torchtitan_rl.rollout.draws import Batch, Draw, NothingToTrainOn
 from torchtitan_rl.rollout.first_finished import FirstFinished, joined
 from torchtitan_rl.types import Rollout, RolloutGroup, Task
@@ -22,7 +21,7 @@ def slots(batch):
     return [draw.slot for draw in batch.draws if draw.round == 0]
 
 
-class Told(Run):
+class SteeredLoop(BatchLoop):
     """A run whose draws end when the test says so; the version of their tokens is the one at their start. It runs
     `on_virtual_time`."""
 
@@ -49,24 +48,11 @@ class Told(Run):
         return await taking
 
 
-def on_virtual_time(test):
-    """The test on a loop of its own whose sleeps take no time, and end in the order of their lengths on any machine."""
-
-    @functools.wraps(test)
-    def run(*arguments, **keywords):
-        loop = VirtualLoop(now=0.0, limit_s=3600.0)
-        try:
-            loop.run_until_complete(test(*arguments, **keywords))
-        finally:
-            loop.close()
-
-    return run
-
-
 @settings(deadline=None)
 @given(lag=st.integers(2, 6), seed=st.integers(0, 2**16))
+@on_virtual_time
 async def test_every_slot_trains_once_and_in_time(lag, seed):
-    run = Run(lag, seed, bad=["1/0", "5/0", "5/1", "9/0", "9/1", "9/2", "9/3"], kind=FirstFinished)
+    run = BatchLoop(lag, seed, bad=["1/0", "5/0", "5/1", "9/0", "9/1", "9/2", "9/3"], kind=FirstFinished)
     batches = await run.all()
     assert all(len(slots(batch)) == PER_BATCH for batch in batches)
     assert Counter(slot for batch in batches for slot in slots(batch)) == Counter(ALL)
@@ -88,7 +74,7 @@ async def test_every_slot_trains_once_and_in_time(lag, seed):
 
 @on_virtual_time
 async def test_a_long_slot_waits_until_it_is_due_and_is_waited_for_then():
-    run = Told(lag=2)
+    run = SteeredLoop(lag=2)
     order = lambda slot: (slot == 0, slot)  # noqa: E731
     batches = [await run.batch(order) for _ in range(4)]
     assert [slots(batch) for batch in batches] == [[1, 2, 3], [4, 5, 6], [0, 7, 8], [9, 10, 11]]
@@ -99,7 +85,7 @@ async def test_a_long_slot_waits_until_it_is_due_and_is_waited_for_then():
 @pytest.mark.parametrize("lag", range(2, 8))
 @on_virtual_time
 async def test_no_slot_comes_too_late_where_the_newest_end_first(lag):
-    run = Told(lag)
+    run = SteeredLoop(lag)
     batches = [await run.batch(lambda slot: -slot) for _ in range(NUM_BATCHES)]
     assert max(run.lags) <= lag
     assert {slot for batch in batches for slot in slots(batch)} == ALL
@@ -107,16 +93,17 @@ async def test_no_slot_comes_too_late_where_the_newest_end_first(lag):
 
 @settings(deadline=None)
 @given(lag=st.integers(2, 5), seed=st.integers(0, 2**16), stop_after=st.integers(1, 5))
+@on_virtual_time
 async def test_a_resumed_run_loses_no_slot_and_plays_none_again(lag, seed, stop_after):
     async def resumed(run, state, lines):
-        again = Run(lag, seed + 1, bad=["1/0"], start=(stop_after, state), kind=FirstFinished)
+        again = BatchLoop(lag, seed + 1, bad=["1/0"], start=(stop_after, state), kind=FirstFinished)
         again.publications[:] = run.publications[-1:]
         again.batches.resume(state, lines)
         now = again.batches.state_dict()
         assert now.pop("finished") == lines and now == state
         return again, await again.all()
 
-    run = Run(lag, seed, bad=["1/0"], kind=FirstFinished)
+    run = BatchLoop(lag, seed, bad=["1/0"], kind=FirstFinished)
     trained = [slots(await run.batch()) for _ in range(stop_after)]
     state = run.batches.state_dict()
     lines, state = json.loads(json.dumps(state.pop("finished"))), json.loads(json.dumps(state))
@@ -132,7 +119,7 @@ async def test_a_resumed_run_loses_no_slot_and_plays_none_again(lag, seed, stop_
 
 @on_virtual_time
 async def test_slots_that_were_given_up_are_due_again():
-    run = Told(lag=2)
+    run = SteeredLoop(lag=2)
     await run.batch(lambda slot: -slot)  # trains 5, 4, 3
     await run.batches.cancel()
     assert run.draws.next_slot == 0
@@ -159,14 +146,14 @@ def test_a_batch_has_the_sums_and_means_of_its_slots():
 
 async def test_a_batch_without_a_group_plays_its_slots_again():
     in_flight, rounds = range(2 * PER_BATCH), range(6)  # max_resamples=3 ends the rounds of a slot by itself at round 3
-    run = Run(2, bad=[f"{slot}/{round}" for slot in in_flight for round in rounds], kind=FirstFinished)
+    run = BatchLoop(2, bad=[f"{slot}/{round}" for slot in in_flight for round in rounds], kind=FirstFinished)
     batch = await run.batch()
     assert sorted(group.id for group in batch.groups) == sorted(f"{slot}/6" for slot in slots(batch))
     assert [draw.round for draw in batch.draws] == [0, 1, 2, 3] * 3 + [4] * 3 + [5] * 3 + [6] * 3
     assert batch.metrics["filter/resampled_tasks"] == 6 * 3 and batch.metrics["filter/missing_tasks"] == 0
     assert batch.metrics["filter/zero_variance_groups"] == 6 * 3 and len(batch.left_out) == 6 * 3
 
-    run = Run(2, bad=[f"{slot}/{round}" for slot in in_flight for round in range(99)], kind=FirstFinished)
+    run = BatchLoop(2, bad=[f"{slot}/{round}" for slot in in_flight for round in range(99)], kind=FirstFinished)
     with pytest.raises(NothingToTrainOn, match="max_stalled_rounds=10: 10 rounds with 27 groups left") as ended:
         await run.batch()
     draws = [draw.id for draw in ended.value.batch.draws]
@@ -175,7 +162,7 @@ async def test_a_batch_without_a_group_plays_its_slots_again():
 
 @on_virtual_time
 async def test_the_share_of_long_rollouts_is_told_of_the_batch_and_of_all_that_were_played():
-    run = Told(lag=2)
+    run = SteeredLoop(lag=2)
     run.batches._player.max_tokens = 4  # long: two tokens or more
     batches = [await run.batch() for _ in range(3)]
     played = [slot for slot, end in run.ends.items() if end.is_set()]

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import torch
 
-from tests.kit.environment import Awaited
+from tests.kit.environment import AsyncScriptedEnv
 from tests.kit.family import Family
 from tests.kit.sampler import CHARS, policy
 from torchtitan_rl.algorithm.datums import to_datums
@@ -45,7 +45,7 @@ def text(tokens):
 
 def echo(observation="on", **step):
     """Answers every completion with a fixed observation, for ever."""
-    return Awaited(Step(observation=observation, **{"reward": 0.5} | step))
+    return AsyncScriptedEnv(Step(observation=observation, **{"reward": 0.5} | step))
 
 
 async def test_a_call_is_answered_and_the_answer_rewarded():
@@ -69,7 +69,9 @@ async def test_the_next_prompt_is_the_tokens_that_were_sampled_even_where_tokeni
 
 
 async def test_tokens_as_observations_are_taken_as_they_are():
-    rollout = await play(Awaited(Step(observation=[7, EOS]), first=[5, 6]), policy([8], [9]), limits(max_turns=2))
+    rollout = await play(
+        AsyncScriptedEnv(Step(observation=[7, EOS]), first=[5, 6]), policy([8], [9]), limits(max_turns=2)
+    )
     assert [turn.prompt_tokens for turn in rollout.turns] == [[5, 6], [5, 6, 8, 7, EOS]]
 
 
@@ -111,7 +113,7 @@ async def test_limits_of_turns_tokens_and_time():
             await asyncio.sleep(5)
         return Step(observation="on", reward=0.5)
 
-    time_ = await play(Awaited(slow), policy("a", "b"), limits(max_turns=9, timeout_s=0.1))
+    time_ = await play(AsyncScriptedEnv(slow), policy("a", "b"), limits(max_turns=9, timeout_s=0.1))
     assert (time_.end_reason, len(time_.turns), time_.reward) == ("time", 2, 0.5)
 
 
@@ -134,14 +136,14 @@ async def test_every_turn_samples_from_a_stream_of_its_own():
 async def test_it_is_closed_however_it_ends():
     done, broken = echo(), echo(observation=None)
     await play(done, policy("a"), limits(max_turns=1))
-    with pytest.raises(RuntimeError, match="environment=Awaited: step gave NoneType"):
+    with pytest.raises(RuntimeError, match="environment=AsyncScriptedEnv: step gave NoneType"):
         await play(broken, policy("a"))
     assert (done.closed, broken.closed) == (1, 1)
 
 
 async def test_a_first_prompt_that_is_too_long_is_refused():
     with pytest.raises(ValueError, match="its prompt has 70 tokens, sampling.max_prompt_tokens=64"):
-        await play(Awaited(first="a" * 70), policy("a"), limits(max_turns=1, max_tokens=99))
+        await play(AsyncScriptedEnv(first="a" * 70), policy("a"), limits(max_turns=1, max_tokens=99))
 
 
 async def test_observations_keep_to_one_kind():
@@ -183,9 +185,13 @@ async def test_a_family_may_have_environments_for_some_tasks_only():
 
 
 async def test_rewards_of_steps_that_add_up_to_more_than_a_million_are_a_failure_of_the_environment():
-    with pytest.raises(EnvironmentFailed, match="environment=Awaited: the rewards of its steps add up to 1.2e.06 for"):
+    with pytest.raises(
+        EnvironmentFailed, match="environment=AsyncScriptedEnv: the rewards of its steps add up to 1.2e.06 for"
+    ):
         await play(echo(reward=6e5), policy("a", "b"), limits(max_turns=2))
-    with pytest.raises(EnvironmentFailed, match="environment=Awaited: the parts 'size' of its steps add up to 1.2e.06"):
+    with pytest.raises(
+        EnvironmentFailed, match="environment=AsyncScriptedEnv: the parts 'size' of its steps add up to 1.2e.06"
+    ):
         await play(echo(reward_parts={"size": 6e5}), policy("a", "b"), limits(max_turns=2))
 
 
@@ -215,7 +221,7 @@ async def test_attempts_lets_a_single_turn_task_be_mended():
 async def test_parts_of_an_environments_reward_add_up_over_its_steps():
     steps = [Step(reward_parts={"said": 2.0, "called": 1.0}) for _ in range(2)]
     last = Step(reward_parts={"said": 3.0}, done=True)
-    rollout = await play(Awaited(*steps, last), policy("12", "34", "408<eos>"))
+    rollout = await play(AsyncScriptedEnv(*steps, last), policy("12", "34", "408<eos>"))
     assert rollout.reward_parts == {"said": 7.0, "called": 2.0}
 
     with pytest.raises(

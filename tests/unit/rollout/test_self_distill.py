@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.kit.environment import Awaited
+from tests.kit.environment import AsyncScriptedEnv
 from tests.kit.sampler import CHARS, policy
 from torchtitan_rl.algorithm.advantages import group_centered, grpo, rloo
 from torchtitan_rl.rollout.group import rollouts_of
@@ -87,7 +87,7 @@ async def test_a_rollout_without_a_prompt_teaches_nothing():
 def several_turns(task, policy, *, rollout_id, seed):
     limits = Limits(max_turns=4, max_tokens=64, timeout_s=10.0, step_timeout_s=5.0)
     question = Step(observation="?")
-    env = Awaited(question, question, Step(done=True), first=TASK.prompt)
+    env = AsyncScriptedEnv(question, question, Step(done=True), first=TASK.prompt)
     return multi_turn(task, policy, rollout_id=rollout_id, seed=seed, env=env, limits=limits)
 
 

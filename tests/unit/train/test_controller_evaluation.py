@@ -6,7 +6,7 @@ import json
 import pytest
 
 from tests.kit.run_config import run_config
-from tests.kit.sampler import Answering
+from tests.kit.sampler import FunctionSampler
 from torchtitan_rl import Run
 from torchtitan_rl.cli import evaluate, main
 from torchtitan_rl.config.run import EvalSetConfig
@@ -32,7 +32,7 @@ def short_words(prompt, params):
 
 def controller_of(config, path):
     inputs, run_dir = read_inputs(config), RunDir.create(path)
-    generator = Answering(short_words, inputs.tokenizer)
+    generator = FunctionSampler(short_words, inputs.tokenizer)
     # Which started nothing.
     launcher = ActorLauncher(log_dir=None, start_timeout_s=1.0, call_timeout_s=1.0)
     stack = Stack(launcher=launcher, roles={}, generator=generator, versions=None, placement=None)

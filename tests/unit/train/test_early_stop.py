@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tests.kit.listener import Heard
+from tests.kit.listener import EventLog
 from torchtitan_rl.config.run import ControllerConfig
 from torchtitan_rl.config.stopping import StopConfig
 from torchtitan_rl.record.recorder import Metrics, Recorder
@@ -64,17 +64,17 @@ def test_steps_are_compared_as_numbers_and_another_evaluation_may_be_looked_at()
 
 
 def test_an_early_end_is_recorded_with_its_reason():
-    state, heard = RunState(seed=0, step=40, accuracies=measured(0.1, 0.2, 0.7)), Heard()
+    state, log = RunState(seed=0, step=40, accuracies=measured(0.1, 0.2, 0.7)), EventLog()
     config = ControllerConfig(num_steps=100, stop=StopConfig(target_accuracy=0.5))
     with pytest.raises(EarlyEnd) as caught:
-        end_early(config, state, Recorder([heard]))
+        end_early(config, state, Recorder([log]))
     reason = str(caught.value)
     assert reason == "controller.stop.target_accuracy=0.5: validation accuracy is 0.700 after step 40"
     line = {"step": 40, "phase": "stop", "stop/reason": reason}
-    assert heard.heard == [("metrics", Metrics(line=line, text=f"step 40: stopped early by {reason}"))]
-    config.num_steps, heard = 40, Heard()
-    end_early(config, state, Recorder([heard]))  # the last step is no early end
-    assert heard.heard == []
+    assert log.events == [("metrics", Metrics(line=line, text=f"step 40: stopped early by {reason}"))]
+    config.num_steps, log = 40, EventLog()
+    end_early(config, state, Recorder([log]))  # the last step is no early end
+    assert log.events == []
 
 
 def batches(stop, state, *lines, **rules):

@@ -10,7 +10,7 @@ from scipy.stats import binomtest
 from tests.kit.family import Family
 from tests.kit.refusal import refusal
 from tests.kit.run_config import run_config
-from tests.kit.sampler import CHARS, Answering
+from tests.kit.sampler import CHARS, FunctionSampler
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.config.run import ControllerConfig, EvalSetConfig
 from torchtitan_rl.rollout.failures import Failures
@@ -41,7 +41,7 @@ def counted_out():
         samples[prompt] += 1
         return "ny"[samples[prompt] <= NUM_RIGHT[prompt]]
 
-    return Answering(answer)
+    return FunctionSampler(answer)
 
 
 def flaky(task, completions):
@@ -189,7 +189,7 @@ async def test_failed_attempts_take_no_more_than_themselves_from_avg_and_pass(wh
             rollout.text = f"lost {rollout.text}"
         return rollout
 
-    half = Answering(lambda prompt, params: "ny"[params.seed % 2 == 0])
+    half = FunctionSampler(lambda prompt, params: "ny"[params.seed % 2 == 0])
     asked = dict(sampler=half, num_tasks=200, num_samples=16, pass_at_k=8)
     failures = Failures(AlgorithmConfig(on_rollout_failure="drop_group"), {})
     line = (await evaluation(letters(away, "b" * 200), failures, workflow=unreliable, **asked)).metrics()

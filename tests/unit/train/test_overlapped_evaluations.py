@@ -49,12 +49,12 @@ async def test_the_publication_waits_and_the_result_belongs_to_the_step_before()
     publishing = asyncio.ensure_future(run.publish())
     run.state.step = 5  # the next batch has trained
     await asyncio.sleep(0.01)
-    assert not publishing.done() and run.versions.held == [(7, "evaluation")]
+    assert not publishing.done() and run.versions.holds == [(7, "evaluation")]
     assert run.state.evaluations_due == ["hard"] and run.state.accuracies == {"validation": {"4": 0.5}}
     run.done.set()
     assert await publishing == 8 and run.made == [("validation", 4, 7), ("hard", 4, 7)]
     assert run.state.evaluations_due == [] and run.state.accuracies["hard"] == {"4": 0.5}
-    assert await run.publish() == 9 and run.versions.held == []
+    assert await run.publish() == 9 and run.versions.holds == []
 
 
 async def test_a_resumed_run_makes_the_evaluations_that_are_due_and_no_other():
@@ -65,7 +65,7 @@ async def test_a_resumed_run_makes_the_evaluations_that_are_due_and_no_other():
     await run.publish()
     assert run.made == [("hard", 4, 7)]
     run.beside.begin_due()
-    assert run.versions.held == []
+    assert run.versions.holds == []
 
 
 async def test_given_up_evaluations_stay_due_and_leave_nothing():
@@ -73,7 +73,7 @@ async def test_given_up_evaluations_stay_due_and_leave_nothing():
     await run.beside.begin()
     await asyncio.sleep(0)
     await run.beside.cancel()
-    assert run.state.evaluations_due == ["hard"] and run.versions.held == [] and run.made[1:] == []
+    assert run.state.evaluations_due == ["hard"] and run.versions.holds == [] and run.made[1:] == []
     assert asyncio.all_tasks() == {asyncio.current_task()}
     assert await run.publish() == 8  # which waits for nothing
 
@@ -84,7 +84,7 @@ async def test_a_failure_of_an_evaluation_ends_the_run():
     with pytest.raises(ValueError, match="reward=2"):
         await run.publish()
     await run.beside.cancel()
-    assert run.versions.held == [] and run.state.evaluations_due == ["validation", "hard"]
+    assert run.versions.holds == [] and run.state.evaluations_due == ["validation", "hard"]
 
 
 async def test_a_result_ends_the_run_before_the_next_batch():

@@ -1,0 +1,25 @@
+"""Which files one process runs where several share them: `--dist loadfile`, as scripts/test.sh asks for."""
+
+from pathlib import Path
+
+SHARERS = {
+    "short_run": ("test_backends_agree", "test_command_line", "test_diagnose", "test_examples", "test_timeline"),
+    "controller": ("test_ahead", "test_batches", "test_stack", "test_stopping"),
+}
+"""A fixture that lasts for the session and takes half a minute to start: the files of tests/integration that use it.
+One process runs them all, so that it is started once. A file that is missing here starts one of its own."""
+
+
+def pytest_xdist_make_scheduler(config, log):
+    if config.getoption("dist") != "loadfile":
+        return None  # the usual one
+    from xdist.scheduler import LoadFileScheduling
+
+    fixtures = {f"tests/integration/{file}.py": fixture for fixture, files in SHARERS.items() for file in files}
+
+    class SharerScheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return fixtures.get(Path(file).as_posix(), file)
+
+    return SharerScheduling(config, log)
