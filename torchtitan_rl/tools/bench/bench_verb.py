@@ -16,7 +16,7 @@ from torchtitan_rl.record.console.notices import say
 from torchtitan_rl.tools.bench import generation, syncing, training
 from torchtitan_rl.tools.bench.machine import CannotMeasure, check_device, check_memory
 from torchtitan_rl.tools.bench.measurement import Measurement
-from torchtitan_rl.tools.bench.short_form import worse_than_stored
+from torchtitan_rl.tools.bench.short_form import SHORT_TRAINING, worse_than_stored
 from torchtitan_rl.tools.bench.starting import StartMeasurement, measure_start
 from torchtitan_rl.tools.bench.workload import DTYPES, LENGTHS, SHAPES, Workload
 
@@ -35,7 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, metavar="N", help=f"of every side; default: {_REPEATS}")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: what this machine has")
     parser.add_argument(
-        "--short", action="store_true", help="two minutes: generate and train, 3m, float32; compares with stored ratios"
+        "--short",
+        action="store_true",
+        help="generate and train in two minutes, 3m, float32; compares with stored ratios",
     )
     parser.add_argument(
         "--against", default="", metavar="DIR", help="startup of another checkout, in turn with this one"
@@ -69,13 +71,13 @@ def run(args: argparse.Namespace) -> int:
     worse = worse_than_stored(measurements) if args.short else []
     if args.json:
         data = {"device": args.device, "threads": platform.num_cores(), "repeats": args.repeats}
-        measured = [measurement.as_data() for measurement in (*measurements, *starts)]
+        measured = [measurement.as_data() for measurement in measurements] + [start.as_data() for start in starts]
         json.dump(data | {"measurements": measured, "worse": worse}, sys.stdout, indent=1)
         print()
     else:
         print(f"{args.device}, {platform.num_cores()} threads a process, {args.repeats} repeats")
-        for measurement in (*measurements, *starts):
-            print("\n".join(measurement.lines()))
+        for lines in [measurement.lines() for measurement in measurements] + [start.lines() for start in starts]:
+            print("\n".join(lines))
     for line in worse:
         say(f"error: {line}", event="error", level="error")
     return 1 if worse else 0
@@ -89,7 +91,7 @@ def _settle(args: argparse.Namespace) -> None:
         if left_out := [subject for subject in args.subjects if subject not in ("generate", "train")]:
             raise ValueError(f"--short: has no stored ratio for {left_out[0]}; use it with generate and train")
         if args.size != "3m" or args.dtypes != DTYPES or args.lengths != LENGTHS:
-            raise ValueError("--short: is 3m, float32, fixed and skewed lengths; leave --size, --dtypes, --lengths out")
+            raise ValueError("--short: says size, dtypes and lengths itself; leave --size, --dtypes, --lengths out")
         args.dtypes = ("float32",)
     if args.against and "startup" not in args.subjects:
         raise ValueError(f"--against={args.against!r}: is for startup; name that subject, or leave it out")
@@ -122,7 +124,8 @@ def _measured(
                 workload, args.lengths, args.repeats, scratch, note_here, compiled=compiled
             )
         if subject == "train":
-            return training.measure_training(workload, args.lengths, args.repeats, scratch, note_here)
+            lengths = SHORT_TRAINING if args.short else args.lengths
+        return training.measure_training(workload, lengths, args.repeats, scratch, note_here)
         return syncing.measure_sync(workload, args.repeats, scratch, note_here)
 
 

@@ -70,7 +70,8 @@ def check_memory(subject: str, workload: Workload, *, compiled: bool) -> None:
     if sum(needed.values()) > free:
         each, total = ", ".join(f"{side} {_gib(size)}" for side, size in needed.items()), sum(needed.values())
         raise CannotMeasure(
-            f"--size={workload.size}: {subject} in {workload.dtype} needs about {_gib(total)} GiB at once ({each}), and {place} has {_gib(free)} GiB free; take a smaller size, or end what uses the memory"
+            f"--size={workload.size}: {subject} in {workload.dtype} needs about {_gib(total)} GiB at once "
+            f"({each}), and {place} has {_gib(free)} GiB free; take a smaller size, or end what uses the memory"
         )
 
 

@@ -12,9 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchtitan_rl.tools.bench.measurement import Measurement
+from torchtitan_rl.tools.bench.workload import Lengths
 
-__all__ = ["stored_ratios", "worse_than_stored"]
+__all__ = ["SHORT_TRAINING", "stored_ratios", "worse_than_stored"]
 
+SHORT_TRAINING: tuple[Lengths, ...] = ("skewed",)
+"""The lengths of training in the short form, for want of time."""
 FILE = Path(__file__).parent / "short_ratios.json"
 
 

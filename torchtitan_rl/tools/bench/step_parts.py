@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,13 +39,14 @@ class StepRecorder:
 
 def step_parts(directory: Path, numbers: Collection[int]) -> dict[str, float]:
     """Mean seconds of these steps by what is on their critical path, the longest first; their sum is a step's time."""
-    timeline, seconds = Timeline.read(directory), Counter[str]()
+    timeline, seconds = Timeline.read(directory), defaultdict[str, float](float)
     for step in steps_of(timeline):
         if step.number in numbers:
             for stretch in critical_path(step, timeline):
                 label = f"{stretch.process}: {stretch.name}" if stretch.process else stretch.name
-                seconds[label] += stretch.seconds / len(numbers)  # type: ignore[assignment]  # a Counter of seconds
+                seconds[label] += stretch.seconds / len(numbers)
     total = sum(seconds.values())
-    parts = {part: of_part for part, of_part in seconds.most_common() if of_part >= _SMALL * total}
+    longest_first = sorted(seconds.items(), key=lambda part: -part[1])
+    parts = {part: of_part for part, of_part in longest_first if of_part >= _SMALL * total}
     rest = total - sum(parts.values())
     return parts | ({f"{len(seconds) - len(parts)} smaller parts": rest} if len(seconds) > len(parts) else {})

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from torchtitan_rl import platform
+from torchtitan_rl import adapters, platform
 from torchtitan_rl.algorithm import presets
 from torchtitan_rl.algorithm.objective import policy_objective
 from torchtitan_rl.config.meshes import AdamWConfig, TrainerConfig
@@ -36,7 +36,7 @@ __all__ = ["TORCH", "BareTrainer", "measure_training", "training_batch"]
 
 TORCH = "bare torch"
 _LR, _CLIP, _MAX_NORM = 1e-6, 0.2, 1.0
-_MICROBATCHES = (8, 16, 32, 64, 128)
+_MICROBATCHES = (8, 32, 128)
 """Sequences of a padded microbatch that the bare loop tries; it keeps the fastest."""
 _LOGITS_BYTES = 2**29
 """Of one padded microbatch's logits at most."""
@@ -140,7 +140,10 @@ class BareTrainer:
 
         self.device = platform.local_device(0)
         self._workload, self._autocast = workload, workload.dtype == "bfloat16"
-        model = AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32, attn_implementation="sdpa")
+        with adapters.nameless_semaphores():  # its progress bar makes a lock
+            model = AutoModelForCausalLM.from_pretrained(
+                str(directory), dtype=torch.float32, attn_implementation="sdpa"
+            )
         self._model: Any = model.train().to(self.device)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=_LR, weight_decay=0.0, fused=True)
         self.loss = 0.0
