@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torchtitan_rl import platform
 from torchtitan_rl.record.console.notices import say
@@ -62,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
     except CannotMeasure as error:
         say(f"error: {error}", event="error", level="error")
         return 2
+    signal.signal(signal.SIGTERM, _exit)  # sides and temporary files go before this process does
     measurements: list[Measurement] = []
     for subject, workload in _workloads(args):
         measurements += _measured(subject, workload, args, note)
@@ -81,6 +83,10 @@ def run(args: argparse.Namespace) -> int:
     for line in worse:
         say(f"error: {line}", event="error", level="error")
     return 1 if worse else 0
+
+
+def _exit(number: int, frame: object) -> NoReturn:
+    sys.exit(128 + number)
 
 
 def _settle(args: argparse.Namespace) -> None:
