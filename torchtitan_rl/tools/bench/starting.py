@@ -112,7 +112,7 @@ def _run(root: Path, config: Path) -> Start:
             done = subprocess.run(
                 [*command, "--output-dir", str(run)],
                 cwd=scratch,
-                env=os.environ | {"PYTHONPATH": str(root)},
+                env=os.environ | {"PYTHONPATH": str(root), "TMPDIR": scratch},
                 stdout=output,
                 stderr=output,
                 timeout=_RUN_S,
