@@ -16,17 +16,17 @@ import ctypes
 import json
 import multiprocessing
 import os
-import random
 import resource
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
+
+from torchtitan_rl.tools.bench.measurement import interval
 
 ROOT = Path(__file__).resolve().parents[1]
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
@@ -61,13 +61,6 @@ def compare(one: Side, other: Side, pairs: int) -> None:
     low, high = interval(cpu)
     summary = {"cpu_ratio": median(cpu), "low": low, "high": high, "wall_ratio": median(wall)}
     print(json.dumps({"pairs": pairs} | {name: round(value, 4) for name, value in summary.items()}))
-
-
-def interval(ratios: Sequence[float], *, draws: int = 10_000, seed: int = 0) -> tuple[float, float]:
-    """95% percentile bootstrap interval of the median."""
-    source = random.Random(seed)
-    medians = sorted(median(source.choices(ratios, k=len(ratios))) for _ in range(draws))
-    return medians[int(0.025 * draws)], medians[int(0.975 * draws) - 1]
 
 
 def _at_once(sides: dict[Side, list[int]]) -> dict[Side, Used]:

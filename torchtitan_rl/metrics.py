@@ -51,6 +51,7 @@ An evaluation of which every attempt failed has no `eval/reward_mean`.
 """
 
 FEATURES = {
+    "a trainer on known devices": ("perf/tokens_per_second_per_device", "perf/mfu"),
     "every batch": ("optim/num_steps", "optim/skipped", "tokens/trained", "tokens/generated", "time/score_s"),
     "several replicas": ("generator/healthy_replicas",),
     "a reference": ("policy/reference_kl",),
@@ -121,6 +122,8 @@ _STANDS_FOR = {"A": "[0-9]+", "N": "[0-9]+", "K": "[0-9]+", "NAME": "[a-z0-9_]+"
 
 _UNITS = {
     ".*_per_s": "per second",
+    "perf/tokens_per_second_per_device": "tokens per second",
+    "perf/mfu": "share of the peak",
     ".*_s": "seconds",
     ".*(_frac|accuracy|pass_at_[0-9]+|avg_at_[0-9]+|_ci95_low|_ci95_high)": "share",
     "completion/length.*|tokens/.*": "tokens",

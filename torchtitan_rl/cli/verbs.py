@@ -124,6 +124,12 @@ def _rehearse() -> ModuleType:
     return rehearse_verb
 
 
+def _bench() -> ModuleType:
+    from torchtitan_rl.tools.bench import bench_verb
+
+    return bench_verb
+
+
 def _keys() -> ModuleType:
     from torchtitan_rl.serve.tinker import owners
 
@@ -224,6 +230,12 @@ VERBS = {
         _rehearse,
         "torchtitan-rl rehearse configs/quickstart.py --hosts 4 --gpus-per-host 8",
         overrides=True,
+    ),
+    "bench": Verb(
+        "how fast this machine generates, trains, syncs and starts, beside the fastest that it can by other means",
+        _bench,
+        "torchtitan-rl bench generate train --size 3m --dtypes float32",
+        quiet=True,
     ),
     "keys": Verb(
         "add, remove and list owners in a file of keys for serve-tinker", _keys, "torchtitan-rl keys add keys.txt alice"

@@ -47,6 +47,10 @@ class Backend(Protocol):
         ValueError for a config that `check` refuses or that does not fit there now, and for `hosts` without
         `takes_hosts`."""
 
+    def device_name(self, hosts: Hosts | None) -> str | None:
+        """What trainers compute on, with the hosts that `hosts_for` returned: the name of a GPU, "" for CPUs, None
+        where nobody here knows."""
+
     def missing_weights(self, config: RunConfig) -> str:
         """Why a run that trains cannot start: files of weights are missing; "" when it can."""
 

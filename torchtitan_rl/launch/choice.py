@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torchtitan_rl.config.derive import settled
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.launch.backend import Backend, Launcher
-from torchtitan_rl.launch.inventory import local_host
+from torchtitan_rl.launch.inventory import Host, local_host
 from torchtitan_rl.launch.preflight import check_hosts
 from torchtitan_rl.validation.remote import check_remote, without_export
 from torchtitan_rl.validation.run import check_local, missing_weights
@@ -41,6 +41,9 @@ class ActorBackend:
         check_hosts(config, hosts.hosts, generators_only=generators_only)
         return hosts
 
+    def device_name(self, hosts: Hosts | None) -> str:
+        return _gpu_name(hosts.hosts[0])
+
     def missing_weights(self, config: RunConfig) -> str:
         return missing_weights(config)
 
@@ -69,6 +72,9 @@ class LocalBackend:
         here = local_host()
         first_gpu = dataclasses.replace(here, devices=here.devices[:1])
         check_hosts(config, [first_gpu], generators_only=generators_only)
+
+    def device_name(self, hosts: Hosts | None) -> str:
+        return _gpu_name(local_host())
 
     def missing_weights(self, config: RunConfig) -> str:
         return missing_weights(config)
@@ -102,6 +108,9 @@ class RemoteBackend:
         sdk()
         self.check(config, generators_only=generators_only)
 
+    def device_name(self, hosts: Hosts | None) -> None:
+        """None: the service does not say what it computes on."""
+
     def missing_weights(self, config: RunConfig) -> str:
         """None are missing: the service has the weights of the models that it offers."""
         return ""
@@ -120,6 +129,11 @@ def backend_of(name: str) -> Backend:
     if name not in BACKENDS:
         raise ValueError(f"backend={name!r}: is not known; use 'actors', 'local' or 'tinker'")
     return BACKENDS[name]
+
+
+def _gpu_name(host: Host) -> str:
+    """Of a host's first GPU; "" where NVML lists none."""
+    return host.cuda.gpus[0].name if host.cuda is not None and host.cuda.gpus else ""
 
 
 def _check_no_hosts(name: str, hosts: Hosts | None) -> None:

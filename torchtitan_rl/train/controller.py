@@ -60,6 +60,7 @@ from torchtitan_rl.train.profiles import Profiles
 from torchtitan_rl.train.start import Inputs, read_inputs, start, stopped_on_failure
 from torchtitan_rl.train.step import count_bad, take_step, training_data
 from torchtitan_rl.train.supervised import supervise
+from torchtitan_rl.train.trainer_speed import TrainerSpeed
 from torchtitan_rl.types import RolloutGroup
 from torchtitan_rl.types.ends import Ended, Preempted, StopRequest
 from torchtitan_rl.types.run_state import RunState
@@ -88,7 +89,9 @@ class Controller(AbstractAsyncContextManager):
         recorder: Recorder,
         stack: Stack,
         state: RunState | None = None,
+        device_name: str | None = None,
     ) -> None:
+        """`device_name`: what `Backend.device_name` says of the trainers."""
         self.config, self.run_dir, self.recorder = config, run_dir, recorder
         self.tokenizer, self.family, self.draws = inputs.tokenizer, inputs.family, Draws(inputs.source)
         self.supervised_family = inputs.supervised_family
@@ -99,6 +102,8 @@ class Controller(AbstractAsyncContextManager):
         self.gateway: Gateway | None = None
         """Where agents meet the policy; None: the workflow asks for none."""
         self.weights = PolicyWeights(self.roles, self.generator, self.versions)
+        self.speed = None if device_name is None else TrainerSpeed.of(config, device_name)
+        """What is known of the policy's trainer as a computer; None: nothing."""
 
         # What a run may use or not; None: it does not.
         lag, stopping, record = config.algorithm.max_policy_lag, config.controller.stop, config.record
@@ -190,7 +195,7 @@ class Controller(AbstractAsyncContextManager):
                 state = None
                 if resumption is not None and resumption.checkpoint is not None:
                     state = resume.state_of(resumption)
-                controller = cls(config, inputs, run_dir, recorder, stack, state)
+                controller = cls(config, inputs, run_dir, recorder, stack, state, run_backend.device_name(hosts))
                 recorder.record(GeneratorStarted(client=stack.generator))
                 controller.gateway = await open_gateway(config)
                 if state is not None:
@@ -274,6 +279,7 @@ class Controller(AbstractAsyncContextManager):
             self.trainer,
             self.state,
             self.recorder,
+            speed=self.speed,
             bad_step=partial(note_bad_step, self.run_dir, self.state, max_skipped=limit),
             between_steps=self._between_steps,
         )
@@ -380,7 +386,7 @@ class Controller(AbstractAsyncContextManager):
             if self.overlap is not None:
                 self.overlap.note_trained(trained)
             self.recorder.record(TrainedOn(sequences=trained))
-        return {**of_batch, "step": self.state.step, **line.line(), **mismatch}
+        return {**of_batch, "step": self.state.step, **line.line(), **line.speed(self.speed), **mismatch}
 
     async def publish(self) -> int:
         """Sends the trainer's weights to every generator, after evaluations of the weights before. Returns the policy

@@ -11,9 +11,12 @@ from statistics import mean
 
 from torchtitan_rl.algorithm.advantages import all_equal
 from torchtitan_rl.tasks.reward_parts import part_means
+from torchtitan_rl.train.trainer_speed import TrainerSpeed
 from torchtitan_rl.types import Rollout, RolloutGroup
 
 __all__ = ["StepMetrics", "of_batch", "of_times", "mean_std"]
+
+_TRAINING_TIMES = ("time/forward_backward_s", "time/optim_s")
 
 
 class StepMetrics:
@@ -21,6 +24,8 @@ class StepMetrics:
 
     def __init__(self) -> None:
         self._values: dict[str, list[tuple[float, float]]] = {}
+        self._lengths: list[int] = []
+        """Tokens of every sequence that a step trained on."""
         self._steps = 0
 
     def mean(self, name: str, value: float, weight: float = 1.0) -> None:
@@ -37,6 +42,7 @@ class StepMetrics:
                 self.mean(name, value, max(1, output.num_tokens))
         if optim is not None:
             self._steps += 1
+            self._lengths += map(len, output.policy_logprobs)
             self.mean("loss/mean", output.loss)
             self.mean("optim/grad_norm", optim.grad_norm)
             self.mean("optim/skipped", optim.skipped)
@@ -55,6 +61,13 @@ class StepMetrics:
             else:
                 line[name] = sum(value * weight for value, weight in values) / sum(weight for _, weight in values)
         return line | {"optim/num_steps": self._steps}
+
+    def speed(self, trainer: TrainerSpeed | None) -> dict[str, float]:
+        """The metrics `perf/*` of the steps; {} where nothing is known of the trainer."""
+        if trainer is None:
+            return {}
+        seconds = sum(value for name in _TRAINING_TIMES for value, _ in self._values[name])
+        return trainer.metrics(self._lengths, seconds)
 
 
 def of_batch(groups: list[RolloutGroup], health: dict[str, str]) -> dict[str, float | str]:

@@ -13,6 +13,7 @@ from torchtitan_rl.rollout.player import Rollouts
 from torchtitan_rl.tasks.family import TaskFamily, source_of
 from torchtitan_rl.train.role_step import RoleStep
 from torchtitan_rl.train.step import count_bad, lr_factor, timed
+from torchtitan_rl.train.trainer_speed import TrainerSpeed
 from torchtitan_rl.types import Datum, OptimParams
 from torchtitan_rl.types.run_state import RunState
 
@@ -27,11 +28,12 @@ async def supervise(
     state: RunState,
     recorder: Recorder,
     *,
+    speed: TrainerSpeed | None,
     bad_step: Callable[[list[str], dict, list[Datum]], None],
     between_steps: Callable[[int], Awaitable[None]],
 ) -> None:
     """The steps of the phase that `state` does not have yet, on the family's train split. Resets the optimizer's state
-    at the end.
+    at the end. `speed` makes the metrics `perf/*`; None: there are none.
 
     `bad_step(roles, steps, data)` is told of a step that was skipped or had no finite loss; `between_steps(n)` is
     awaited between step n + 1 and the next."""
@@ -67,6 +69,8 @@ async def supervise(
                 "time/forward_backward_s": forward_backward_s,
                 "time/optim_s": step_s - forward_backward_s,
             }
+            if speed is not None:
+                line |= speed.metrics([len(datum) for datum in data], step_s)
             recorder.record(Metrics(line=line))
             recorder.advance(phase, text=f"loss {output.loss:.3f}")
             if step + 1 < supervised.num_steps:

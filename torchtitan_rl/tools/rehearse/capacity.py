@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from torchtitan_rl.config.meshes import TrainerConfig
 from torchtitan_rl.config.run import COLOCATION, RunConfig
 from torchtitan_rl.families import DecoderShape
+from torchtitan_rl.model.flops import forward_flops
 from torchtitan_rl.model.memory import generator_parts
 from torchtitan_rl.model.shape import kv_bytes_per_token, resolve_shape
 from torchtitan_rl.tools.rehearse.hardware import REACHED, Hardware
@@ -101,8 +102,7 @@ def _train(
     """(seconds by part, seconds that overlap with longer parts): FSDP's calls overlap with computing, tensor
     parallelism's do not."""
     tp, length = trainer.parallelism.tensor_parallel_degree, work.prompt_tokens + work.completion_tokens
-    forward = 2 * _multiplied(shape) + shape.n_layers * 2 * shape.n_heads * shape.head_dim * length
-    operations = forward * (_passes(trainer) * role.trained_tokens + role.scored_tokens) / tp
+    operations = forward_flops(shape, length) * (_passes(trainer) * role.trained_tokens + role.scored_tokens) / tp
     compute = operations / (_peak(trainer.training.mixed_precision_param, hardware) * REACHED["compute"])
     calls: dict[str, float] = {}
     turns: dict[str, float] = {}
@@ -129,7 +129,7 @@ def _generate(config: RunConfig, work: BatchWork, hardware: Hardware) -> dict[st
     cache = sequences * work.completion_tokens * per_token * (work.prompt_tokens + work.completion_tokens / 2)
     read = (iterations * memory["weights"] + cache) / (hardware.hbm_gb_s * _GIGA * REACHED["memory"])
     speed = _peak(generator.dtype, hardware) * REACHED["compute"] * tp
-    token = 2 * _multiplied(shape) + 4 * shape.n_layers * shape.n_heads * shape.head_dim * length / 2
+    token = forward_flops(shape, length)
     decode = sequences * work.completion_tokens * token / speed
     reduced = 2 * shape.n_layers * shape.dim * itemsize * sequences * length * 2 * (tp - 1) / tp
     parts = {
@@ -145,13 +145,3 @@ def _generate(config: RunConfig, work: BatchWork, hardware: Hardware) -> dict[st
 
 def _peak(dtype: str, hardware: Hardware) -> float:
     return (hardware.bfloat16_tflops if dtype == "bfloat16" else hardware.float32_tflops) * _TERA
-
-
-def _multiplied(shape: DecoderShape) -> int:
-    """Parameters that a token is multiplied with: the head, and of a mixture the chosen experts alone."""
-    tables = shape.vocab_size * shape.dim
-    multiplied = shape.num_parameters - (0 if shape.tie_embeddings else tables)
-    if shape.experts is not None:
-        idle = shape.experts.num_experts - shape.experts.top_k
-        multiplied -= shape.n_layers * idle * 3 * shape.dim * shape.hidden_dim
-    return multiplied

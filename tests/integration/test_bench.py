@@ -1,0 +1,110 @@
+"""`torchtitan-rl bench` on a tiny model: real actors and engines beside their floors, and nothing left."""
+
+import os
+import signal
+from functools import partial
+
+import psutil
+import pytest
+
+from tests.integration.leftovers import nothing_left
+from torchtitan_rl.config.meshes import TrainerConfig
+from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
+from torchtitan_rl.dispatch.training_client import TrainingClient
+from torchtitan_rl.launch.local import LocalLauncher
+from torchtitan_rl.tools.bench import generation, syncing, training
+from torchtitan_rl.tools.bench.measurement import OURS, Measurement
+from torchtitan_rl.tools.bench.side import opened
+from torchtitan_rl.tools.bench.workload import Workload
+
+pytestmark = pytest.mark.whole
+
+TINY = Workload(
+    size="tiny",
+    shape=Qwen3Shape(
+        vocab_size=64, dim=64, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=32, hidden_dim=128, max_seq_len=512
+    ),
+    dtype="float32",
+    num_prompts=2,
+    group_size=2,
+)
+
+
+def quiet(text: str) -> None:
+    """Drops a note."""
+
+
+def check(measurement: Measurement, *, num_repeats: int, amount: int) -> None:
+    for repeats in measurement.sides.values():
+        assert len(repeats) == num_repeats and all(r.seconds > 0 and r.amount == amount for r in repeats)
+    ours = measurement.sides[OURS]
+    # The parts are those of the steps that were measured, and no others.
+    assert sum(measurement.parts.values()) == pytest.approx(
+        sum(r.seconds for r in ours) / len(ours), rel=0.05, abs=0.005
+    )
+    assert measurement.ratio > 0
+
+
+def test_generation_beside_vllm_alone(tmp_path):
+    children = set(psutil.Process().children(recursive=True))
+    with nothing_left():
+        measured = generation.measure_generation(TINY, ["fixed", "skewed"], 1, tmp_path, quiet, compiled=False)
+    fixed, skewed = measured
+    assert fixed.name == "generate tiny float32 fixed" and set(fixed.sides) == {OURS, generation.EAGER}
+    check(fixed, num_repeats=1, amount=4 * 64)
+    check(skewed, num_repeats=1, amount=sum(TINY.completion_lengths("skewed")))
+    assert "generator-0-0: engine step" in skewed.parts
+    left = [" ".join(process.cmdline()) for process in set(psutil.Process().children(recursive=True)) - children]
+    assert [command for command in left if "resource_tracker" not in command] == []  # that one is Python's own
+
+
+def test_training_and_syncing_beside_their_floors(tmp_path):
+    with nothing_left():
+        (trained,) = training.measure_training(TINY, ["skewed"], 1, tmp_path / "train", quiet)
+        first, later = syncing.measure_sync(TINY, 2, tmp_path / "sync", quiet)
+    check(trained, num_repeats=1, amount=sum(TINY.completion_lengths("skewed")))
+    assert "policy-0: backward" in trained.parts
+    check(first, num_repeats=1, amount=4 * TINY.shape.num_parameters)
+    check(later, num_repeats=2, amount=4 * TINY.shape.num_parameters)
+    assert "generator-0-0: load weights" in later.parts
+
+
+async def test_both_trainers_compute_the_same_loss(tmp_path):
+    from torchtitan_rl.algorithm import presets
+    from torchtitan_rl.algorithm.objective import policy_objective
+
+    TINY.write_model(tmp_path / "model")
+    batch = training.training_batch(TINY, "skewed", 1)
+    bare = training.BareTrainer(TINY, tmp_path / "model")
+    bare.step(batch, 2)
+    launcher = LocalLauncher(log_dir=str(tmp_path / "logs"), start_timeout_s=120, call_timeout_s=120)
+    config = TrainerConfig()
+    config.training.seq_len = TINY.context
+    model = ModelConfig(assets=str(tmp_path / "model"), shape=TINY.shape, pretrained=True)
+    try:
+        mesh = await launcher.start_trainer(config, model, role="policy", seed=0)
+        policy = TrainingClient(
+            mesh, max_tokens_per_microbatch=8192, max_datum_tokens=TINY.context, temperature=1.0, vocab_size=64
+        )
+        output = await policy.forward_backward(batch, policy_objective(presets.grpo(), batch[0].loss_inputs))
+    finally:
+        await launcher.stop()
+    assert bare.loss == pytest.approx(output.loss, abs=1e-5) and abs(output.loss) > 1e-3
+
+
+def test_a_side_that_fails_is_named_with_its_log(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RuntimeError, match="side='memcpy': its start: .*NoneType.*; what it printed is in runs/bench-"):
+        with opened({"memcpy": partial(syncing._memcpy, None)}, tmp_path / "logs"):
+            raise AssertionError("it did not start")
+    (log,) = tmp_path.glob("runs/bench-*/memcpy.log")
+    assert "Traceback" in log.read_text()
+
+
+def test_a_side_that_dies_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with opened({"memcpy": partial(syncing._memcpy, TINY)}, tmp_path / "logs") as (side,):
+        assert side.once("fixed", 1).amount == 4 * TINY.shape.num_parameters
+        os.kill(side._process.pid, signal.SIGKILL)
+        with pytest.raises(RuntimeError, match=r"repeat 2 with fixed lengths: its process ended \(-9\)"):
+            side.once("fixed", 2)

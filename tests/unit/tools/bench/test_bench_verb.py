@@ -1,0 +1,88 @@
+"""What the bench refuses before it starts anything, and what the short form compares with."""
+
+import json
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from torchtitan_rl import platform
+from torchtitan_rl.cli import main
+from torchtitan_rl.tools.bench import machine, short_form, side
+from torchtitan_rl.tools.bench.measurement import Measurement, Repeat
+from torchtitan_rl.tools.bench.workload import SHAPES, Workload
+
+
+@pytest.fixture(autouse=True)
+def nothing_starts(monkeypatch):
+    def refuse(*arguments):
+        raise AssertionError("a side was started")
+
+    monkeypatch.setattr(side.Side, "__init__", refuse)
+
+
+@pytest.mark.parametrize(
+    "words, reason",
+    [
+        (["generat"], "subject='generat': there is no such bench; use generate, train, sync, startup"),
+        (["train", "--repeats", "0"], "--repeats=0: must be at least 1"),
+        (["train", "--against", "../other"], "--against='../other': is for startup"),
+        (["startup", "--against", "/nowhere"], "--against='/nowhere': has no torchtitan_rl/assets/quickstart.py"),
+        (["sync", "--short"], "--short: has no stored ratio for sync"),
+        (["train", "--short", "--dtypes", "bfloat16"], "--short: says size, dtypes and lengths itself"),
+    ],
+)
+def test_arguments_that_make_no_bench_are_refused(words, reason, capsys):
+    assert main.main(["bench", *words]) == 1
+    assert reason in capsys.readouterr().err
+
+
+def test_a_length_that_does_not_exist_is_refused_by_the_parser(capsys):
+    with pytest.raises(SystemExit):
+        main.main(["bench", "generate", "--lengths", "fixed,long"])
+    assert "'fixed,long': write some of fixed,skewed" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(platform.device_type() == "cuda", reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_no_cpu(capsys):
+    assert main.main(["bench", "generate", "--device", "cuda"]) == 2
+    assert "--device=cuda: torch finds 0 GPUs here" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(platform.device_type() == "cuda", reason="there is a GPU")
+@pytest.mark.parametrize("subject", ["generate", "train", "sync"])
+def test_too_little_memory_is_refused_with_numbers(subject, capsys, monkeypatch):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**30))
+    assert main.main(["bench", subject, "--size", "0.6b", "--dtypes", "bfloat16"]) == 2
+    error = capsys.readouterr().err
+    assert f"--size=0.6b: {subject} in bfloat16 needs about " in error and "this machine has 1.0 GiB free" in error
+
+
+def test_the_memory_is_that_of_all_sides_at_once():
+    workload = Workload(size="0.6b", shape=SHAPES["0.6b"], dtype="bfloat16")
+    weights = 2 * SHAPES["0.6b"].num_parameters
+    needed = machine.needed_bytes("generate", workload, compiled=True)
+    assert list(needed) == ["ours", "vLLM eager", "vLLM compiled"] and needed["ours"] > needed["vLLM eager"] > weights
+    assert "vLLM compiled" not in machine.needed_bytes("generate", workload, compiled=False)
+    # float32 parameters, gradients and two moments
+    assert machine.needed_bytes("train", workload, compiled=False)["ours"] > 16 * SHAPES["0.6b"].num_parameters
+
+
+def measured(name: str, ratio: float) -> Measurement:
+    sides = {"ours": [Repeat(seconds=1 / ratio, amount=1)], "floor": [Repeat(seconds=1.0, amount=1)]}
+    return Measurement(name=name, unit="tokens", sides=sides)
+
+
+def test_a_ratio_is_worse_beyond_the_margin(tmp_path, monkeypatch):
+    (tmp_path / "ratios.json").write_text(json.dumps({"margin": 0.25, "ratios": {"a": 0.8, "b": 0.8}}))
+    monkeypatch.setattr(short_form, "FILE", tmp_path / "ratios.json")
+    (line,) = short_form.worse_than_stored([measured("a", 0.61), measured("b", 0.59)])
+    assert line.startswith("b: 0.59 of floor's speed; stored is 0.80, less 25% is 0.60; look for what made it slower")
+
+
+def test_each_measurement_of_the_short_form_has_a_stored_ratio():
+    margin, ratios = short_form.stored_ratios()
+    assert ratios.keys() == {f"{name} 3m float32 skewed" for name in ("generate", "train")} | {
+        "generate 3m float32 fixed"
+    }
+    assert 0 < margin < 0.5 and all(0.1 < ratio < 2 for ratio in ratios.values())

@@ -1,0 +1,45 @@
+"""A run's phases as parts of the time since its command."""
+
+from torchtitan_rl.tools.bench.starting import Start, StartMeasurement, _parts
+from torchtitan_rl.tools.timeline.reading import Piece, Process, Timeline
+
+SECOND = 10**9
+
+
+def phase(name: str, start: float, end: float, id: int, parent: int = 0, **more) -> Piece:
+    return Piece(name, "phase", int(start * SECOND), int(end * SECOND), id=id, parent=parent, more=more)
+
+
+def test_the_parts_of_a_run_sum_to_its_time():
+    pieces = [
+        phase("starting", 3, 10, 1),
+        phase("supervised", 10, 14, 2),
+        phase("step", 10, 13, 3, parent=2, step=1),
+        phase("step", 13, 13.5, 4, parent=2, step=2),
+        phase("reinforcement", 15, 20, 5),
+        phase("step", 15, 18, 6, parent=5, step=1),
+        phase("generate", 15, 17, 7, parent=6),
+        phase("step", 18, 19, 8, parent=5, step=2),
+    ]
+    timeline = Timeline([Process("controller", 1, "boot", 0, pieces)])
+    parts = _parts(timeline, 0, 21.0)
+    assert parts == {
+        "before the first phase: imports, config, checks": 3.0,
+        "starting": 7.0,
+        "between phases": 1.5,
+        "supervised: step 1": 3.0,
+        "supervised: later steps": 0.5,
+        "reinforcement: step 1": 3.0,
+        "reinforcement: later steps": 1.0,
+        "after the last phase": 2.0,
+    }
+    assert sum(parts.values()) == 21.0
+
+
+def test_two_checkouts_are_compared_run_by_run():
+    def start(seconds: float) -> Start:
+        return Start(first_step_s=seconds, end_s=seconds + 1, parts={"starting": seconds})
+
+    sides = {"ours": [start(10.0), start(12.0), start(14.0)], "../other": [start(20.0), start(10.0), start(14.0)]}
+    lines = StartMeasurement(name="startup", sides=sides).lines()
+    assert lines[-1] == "  ours / ../other, seconds to the first step: 1.00 (0.50 to 1.20)"

@@ -1,0 +1,135 @@
+"""Tokens per second of generation: the sampling client over a generator's process, beside vLLM alone.
+
+Both compute the same model with the same weights, and return the log-probability of each token. vLLM alone runs its own
+Qwen3 in the process that asks, and its requests share random numbers; ours have a seed each, as those of a run have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+from torchtitan_rl import adapters, platform
+from torchtitan_rl.config.model import ModelConfig
+from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.launch.actors import ActorLauncher
+from torchtitan_rl.tools.bench.measurement import OURS, Measurement, Repeat
+from torchtitan_rl.tools.bench.side import Once, OpenSide, in_turn, opened
+from torchtitan_rl.tools.bench.step_parts import StepRecorder, step_parts
+from torchtitan_rl.tools.bench.workload import Lengths, Workload
+from torchtitan_rl.types import SamplingParams
+
+__all__ = ["CALL_S", "COMPILED", "EAGER", "can_compile", "measure_generation"]
+
+EAGER, COMPILED = "vLLM eager", "vLLM compiled"
+CALL_S = 600.0
+"""Seconds that one call of a generator or trainer may take, and its start."""
+
+
+def measure_generation(
+    workload: Workload,
+    all_lengths: Sequence[Lengths],
+    repeats: int,
+    scratch: Path,
+    note: Callable[[str], None],
+    *,
+    compiled: bool,
+) -> list[Measurement]:
+    """A measurement per distribution of lengths. `compiled`: vLLM alone also runs compiled; the faster one counts."""
+    model, timeline = scratch / "model", scratch / "timeline"
+    workload.write_model(model)
+    sides: dict[str, OpenSide] = {
+        OURS: partial(_ours, workload, model, timeline),
+        EAGER: partial(_vllm_alone, workload, model, eager=True),
+    }
+    if compiled:
+        sides[COMPILED] = partial(_vllm_alone, workload, model, eager=False)
+    note(f"starting {', '.join(sides)}")
+    with opened(sides, scratch / "logs") as processes:
+        measured = in_turn(processes, all_lengths, repeats, note)
+    return [
+        Measurement(
+            name=f"generate {workload.size} {workload.dtype} {lengths}",
+            unit="tokens",
+            sides=of_sides,
+            parts=step_parts(timeline, [repeat.step for repeat in of_sides[OURS]]),
+        )
+        for lengths, of_sides in measured.items()
+    ]
+
+
+def can_compile() -> bool:
+    """Whether there is the C++ compiler with which torch compiles a model for a CPU."""
+    return platform.device_type() == "cuda" or any(
+        shutil.which(name) for name in (os.environ.get("CXX"), "g++", "clang++") if name
+    )
+
+
+@asynccontextmanager
+async def _ours(workload: Workload, model: Path, timeline: Path) -> AsyncIterator[Once]:
+    """A generator as a run has it, and the sampling client in this process."""
+    recorder = StepRecorder(timeline)
+    config = RunConfig(
+        name="bench",
+        task=None,
+        model=ModelConfig(assets=str(model), shape=workload.shape, pretrained=True),
+        generator=workload.generator(),
+    )
+    launcher = ActorLauncher(log_dir=None, start_timeout_s=CALL_S, call_timeout_s=CALL_S)
+    try:
+        generator = (await launcher.start_generators(config, model)).generator
+        await generator.load_hf(str(model))
+
+        async def once(lengths: Lengths, repeat: int) -> Repeat:
+            params = [
+                SamplingParams(max_tokens=length, ignore_eos=True, seed=seed)
+                for seed, length in enumerate(workload.completion_lengths(lengths))
+            ]
+            with recorder.step() as step:
+                completions = await asyncio.gather(*map(generator.sample, workload.prompts(repeat), params))
+            amount = sum(len(completion.tokens) for completion in completions)
+            return Repeat(seconds=step.seconds, amount=amount, step=recorder.number)
+
+        yield once
+        generator.close()
+    finally:
+        await launcher.stop()
+        recorder.close()
+
+
+@asynccontextmanager
+async def _vllm_alone(workload: Workload, model: Path, *, eager: bool) -> AsyncIterator[Once]:
+    """vLLM in this process, on all cores."""
+    os.environ["VLLM_CACHE_ROOT"] = os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(model.parent / "compiled")
+    adapters.prepare_vllm(eager=eager)
+    from torchtitan_rl.engine.own_model import VllmAlone
+
+    platform.set_threads(0)
+    config = workload.generator()
+    engine = VllmAlone(
+        model,
+        dtype=workload.dtype,
+        max_model_len=workload.context,
+        kv_cache_bytes=int(config.kv_cache_gib * 2**30),
+        max_num_seqs=workload.num_completions,
+        eager=eager,
+    )
+    platform.set_threads(0)  # vLLM's worker has set another number
+    try:
+
+        async def once(lengths: Lengths, repeat: int) -> Repeat:
+            prompts, of_completions = workload.prompts(repeat), workload.completion_lengths(lengths)
+            start = time.perf_counter()
+            completions = engine.sample(prompts, of_completions)
+            seconds = time.perf_counter() - start
+            return Repeat(seconds=seconds, amount=sum(map(len, completions)))
+
+        yield once
+    finally:
+        engine.close()

@@ -1,0 +1,101 @@
+"""What a bench has measured: the repeats of each side, and the arithmetic on them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+__all__ = ["OURS", "Measurement", "Repeat", "interval"]
+
+OURS = "ours"
+"""The name of this package's side."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Repeat:
+    """One piece of work that a side has done."""
+
+    seconds: float
+    amount: int
+    """How much was done: tokens, or bytes."""
+    step: int = 0
+    """The number of the repeat on the side's timeline; 0: the side records none."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Measurement:
+    """The same work by all sides, in turn: repeat i of every side was made in the same round."""
+
+    name: str
+    """Such as `generate 3m float32 fixed`."""
+    unit: str
+    """Of the repeats' amounts: `tokens`, or `bytes`."""
+    sides: dict[str, list[Repeat]]
+    """Name of a side -> its repeats; `ours` and at least one floor."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """Of our side, the mean seconds of a repeat by what it waited for."""
+
+    def seconds(self, side: str) -> float:
+        """The median over the repeats."""
+        return median(repeat.seconds for repeat in self.sides[side])
+
+    def rate(self, side: str) -> float:
+        """The median over the repeats of amount per second."""
+        return median(repeat.amount / repeat.seconds for repeat in self.sides[side])
+
+    @property
+    def floor(self) -> str:
+        """The fastest of the other sides."""
+        return max((side for side in self.sides if side != OURS), key=self.rate)
+
+    @property
+    def ratios(self) -> list[float]:
+        """Of each round, our amount per second over the floor's: 1 is as fast, 0.5 half as fast."""
+        pairs = zip(self.sides[OURS], self.sides[self.floor], strict=True)
+        return [(ours.amount / ours.seconds) / (floor.amount / floor.seconds) for ours, floor in pairs]
+
+    @property
+    def ratio(self) -> float:
+        return median(self.ratios)
+
+    def as_data(self) -> dict[str, Any]:
+        low, high = interval(self.ratios)
+        sides = {
+            side: {
+                "median_s": self.seconds(side),
+                "seconds": [repeat.seconds for repeat in repeats],
+                f"{self.unit}_per_s": self.rate(side),
+                self.unit: repeats[0].amount,
+            }
+            for side, repeats in self.sides.items()
+        }
+        ratio = {"ratio": self.ratio, "ratio_low": low, "ratio_high": high, "ratios": self.ratios}
+        return {"name": self.name, "sides": sides, "floor": self.floor, **ratio, "parts_s": self.parts}
+
+    def lines(self) -> list[str]:
+        """The measurement for a person."""
+        lines, width = [self.name], max(map(len, self.sides))
+        for side, repeats in self.sides.items():
+            seconds = [repeat.seconds for repeat in repeats]
+            spread = f"({min(seconds):.3f} to {max(seconds):.3f})"
+            lines.append(f"  {side:{width}}  {self.seconds(side):8.3f} s {spread:20}  {self._rate_text(side)}")
+        low, high = interval(self.ratios)
+        lines.append(f"  {OURS} / {self.floor}, by speed: {self.ratio:.2f} ({low:.2f} to {high:.2f})")
+        total = sum(self.parts.values())
+        lines += [f"    {seconds:8.3f} s {seconds / total:6.1%}  {part}" for part, seconds in self.parts.items()]
+        return lines
+
+    def _rate_text(self, side: str) -> str:
+        if self.unit == "bytes":
+            return f"{self.rate(side) / 1e9:8.2f} GB/s"
+        return f"{self.rate(side):8,.0f} {self.unit}/s"
+
+
+def interval(ratios: Sequence[float], *, draws: int = 10_000, seed: int = 0) -> tuple[float, float]:
+    """95% percentile bootstrap interval of the median. Of few ratios it is little narrower than their range."""
+    source = random.Random(seed)
+    medians = sorted(median(source.choices(ratios, k=len(ratios))) for _ in range(draws))
+    return medians[int(0.025 * draws)], medians[int(0.975 * draws) - 1]

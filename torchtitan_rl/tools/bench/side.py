@@ -1,0 +1,167 @@
+"""A side of a comparison: a process of its own, started once, that does a piece of work whenever it is asked.
+
+Sides stay alive beside each other, so that all of them are warm and take turns: a machine whose speed drifts slows them
+alike. An idle side waits for its pipe and computes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import shutil
+import signal
+import traceback
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import psutil
+
+from torchtitan_rl.record.user_code import error_text
+from torchtitan_rl.tools.bench.measurement import Repeat
+from torchtitan_rl.tools.bench.workload import Lengths
+
+__all__ = ["Once", "OpenSide", "Side", "in_turn", "opened"]
+
+Once = Callable[[Lengths, int], Awaitable[Repeat]]
+"""Does the work of these lengths, in the form of this repeat."""
+OpenSide = Callable[[], AbstractAsyncContextManager[Once]]
+"""Starts what a side needs, in the side's process, and ends it. A pickle carries it there."""
+
+_START_S, _ONCE_S, _END_S = 600.0, 1200.0, 60.0
+_LOG_LINES = 15
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    text: str
+
+
+class Side:
+    """A side's process, seen by who asks. It starts at once; `wait_ready` says when it can work."""
+
+    def __init__(self, name: str, open_side: OpenSide, log: Path) -> None:
+        """`log` gets everything that the side and its processes print."""
+        self.name, self._log = name, log
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(open_side, theirs, str(log)), name=name)
+        self._process.start()
+        theirs.close()
+
+    def wait_ready(self) -> None:
+        self._answer(_START_S, "its start")
+
+    def once(self, lengths: Lengths, repeat: int) -> Repeat:
+        with suppress(BrokenPipeError):  # it has ended, and the answer says why
+            self._connection.send((lengths, repeat))
+        return self._answer(_ONCE_S, f"repeat {repeat} with {lengths} lengths")
+
+    def _answer(self, seconds: float, work: str):
+        """The next message. Raises RuntimeError, with the last lines of the log, where none comes in time or at all."""
+        if not self._connection.poll(seconds):
+            raise RuntimeError(self._problem(f"{work} took more than {seconds:g} s"))
+        try:
+            answer = self._connection.recv()
+        except EOFError:
+            self._process.join(_END_S)
+            raise RuntimeError(self._problem(f"{work}: its process ended ({self._process.exitcode})")) from None
+        if isinstance(answer, _Failure):
+            raise RuntimeError(self._problem(f"{work}: {answer.text}"))
+        return answer
+
+    def _problem(self, reason: str) -> str:
+        """An error that names a copy of the log, which outlives the bench."""
+        from torchtitan_rl.train.start import dated
+
+        kept = Path(dated("bench"), self._log.name)
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(self._log, kept)
+        return f"side={self.name!r}: {reason}; what it printed is in {kept}"
+
+    def close(self) -> None:
+        """Ends the side in order, and kills what is left of its processes."""
+        processes = []
+        with suppress(psutil.NoSuchProcess):
+            processes = psutil.Process(self._process.pid).children(recursive=True)
+        with suppress(BrokenPipeError):
+            self._connection.send(None)
+        self._connection.close()
+        self._process.join(_END_S)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+@contextmanager
+def opened(sides: dict[str, OpenSide], logs: Path) -> Iterator[list[Side]]:
+    """The sides by name, ready. All of them start at the same time."""
+    logs.mkdir(parents=True, exist_ok=True)
+    processes: list[Side] = []
+    try:
+        for name, open_side in sides.items():
+            processes.append(Side(name, open_side, logs / f"{name.replace(' ', '-')}.log"))
+        for side in processes:
+            side.wait_ready()
+        yield processes
+    finally:
+        for side in processes:
+            side.close()
+
+
+def in_turn(
+    sides: Sequence[Side], all_lengths: Iterable[Lengths], repeats: int, note: Callable[[str], None]
+) -> dict[Lengths, dict[str, list[Repeat]]]:
+    """Lengths -> side -> `repeats` repeats. One more before them warms up and does not count. Each round begins with
+    another side."""
+    measured: dict[Lengths, dict[str, list[Repeat]]] = {}
+    for lengths in all_lengths:
+        measured[lengths] = {side.name: [] for side in sides}
+        for repeat in range(repeats + 1):
+            note(f"{lengths} lengths, " + (f"repeat {repeat} of {repeats}" if repeat else "warming up"))
+            first = repeat % len(sides)
+            for side in [*sides[first:], *sides[:first]]:
+                done = side.once(lengths, repeat)
+                if repeat:
+                    measured[lengths][side.name].append(done)
+    return measured
+
+
+def _serve(open_side: OpenSide, connection: Connection, log: str) -> None:
+    """The life of a side's process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to every process of a terminal; the bench ends its sides
+    stream, code = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 0
+    os.dup2(stream, 1)
+    os.dup2(stream, 2)
+    scratch = Path(log).parent / "tmp"  # vLLM leaves a file in the directory of temporary files
+    scratch.mkdir(exist_ok=True)
+    os.environ["TMPDIR"] = str(scratch)
+    try:
+        asyncio.run(_work(open_side, connection))
+    except BaseException as error:  # any error at all: who asks would wait for an answer
+        code = 1
+        traceback.print_exc()
+        with suppress(OSError):
+            connection.send(_Failure(error_text(error)))
+    os._exit(code)  # threads of Monarch or vLLM must not keep a side alive
+
+
+async def _work(open_side: OpenSide, connection: Connection) -> None:
+    async with open_side() as once:
+        connection.send("ready")
+        while (order := await asyncio.to_thread(_received, connection)) is not None:
+            connection.send(await once(*order))
+
+
+def _received(connection: Connection) -> tuple[Lengths, int] | None:
+    """The next order; None where there will be none."""
+    try:
+        return connection.recv()
+    except EOFError:  # the bench has ended without a word
+        return None
