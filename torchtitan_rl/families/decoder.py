@@ -111,6 +111,11 @@ class DecoderShape(ABC):
         return ()
 
     @property
+    def cut_sizes(self) -> dict[str, int]:
+        """Sizes that a tensor-parallel degree must divide, by name."""
+        return {"n_heads": self.n_heads, "n_kv_heads": self.n_kv_heads, "hidden_dim": self.hidden_dim}
+
+    @property
     def layer_extras(self) -> int:
         """Parameters of a layer besides its matrices and the two norms of `dim`: biases, norms of heads."""
         return 0
