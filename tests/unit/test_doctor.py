@@ -5,17 +5,14 @@ import sys
 import pytest
 import torch
 
-from tests.unit.launch.fake_nvml import GIB, fake_nvml, gpu
+from tests.kit.nvml import GIB, fake_nvml, gpu, pretend_cuda_build
 from torchtitan_rl.cli import doctor, main
-from torchtitan_rl.launch import gpus, toolchain
+from torchtitan_rl.launch import toolchain
 
 
 @pytest.fixture
 def cuda_build(monkeypatch):
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
-    monkeypatch.setattr(gpus, "_has_cpu_engine", lambda: False)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    pretend_cuda_build(monkeypatch)
 
 
 def said(capsys):

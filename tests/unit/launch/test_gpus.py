@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from tests.unit.launch.fake_nvml import GIB, fake_nvml, gpu
+from tests.kit.nvml import GIB, fake_nvml, gpu, pretend_cuda_build
 from torchtitan_rl.launch import gpus, toolchain
 from torchtitan_rl.launch.gpus import Gpu, GpuUser, look
 from torchtitan_rl.launch.inventory import local_host
@@ -20,10 +20,7 @@ TWO = [gpu(uuid="GPU-aaaa-0000"), gpu(name="NVIDIA A100", uuid="GPU-bbbb-0000", 
 @pytest.fixture
 def cuda_build(monkeypatch):
     """A CUDA build of torch with the extra `cuda`, and the driver that a test gives it."""
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
-    monkeypatch.setattr(gpus, "_has_cpu_engine", lambda: False)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    pretend_cuda_build(monkeypatch)
 
     def install(*args, **kwargs):
         module = fake_nvml(*args, **kwargs)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.unit.launch.fake_nvml import GIB
+from tests.kit.nvml import GIB
 from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.launch.gpus import Cuda, Gpu, GpuUser
