@@ -31,8 +31,9 @@ Once = Callable[[Lengths, int], Awaitable[Repeat]]
 OpenSide = Callable[[], AbstractAsyncContextManager[Once]]
 """Starts what a side needs, in the side's process, and ends it. A pickle carries it there."""
 
-_START_S, _ONCE_S, _END_S = 600.0, 1200.0, 60.0
-_LOG_LINES = 15
+_START_S, _ONCE_S = 600.0, 1200.0
+_END_S, _ABORT_S = 60.0, 10.0
+"""Seconds in which a side ends in order: after its work, and after a failure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class Side:
         return self._answer(_ONCE_S, f"repeat {repeat} with {lengths} lengths")
 
     def _answer(self, seconds: float, work: str):
-        """The next message. Raises RuntimeError, with the last lines of the log, where none comes in time or at all."""
+        """The next message. Raises RuntimeError, which names a copy of the log, where none comes in time or at all."""
         if not self._connection.poll(seconds):
             raise RuntimeError(self._problem(f"{work} took more than {seconds:g} s"))
         try:
@@ -82,21 +83,26 @@ class Side:
         shutil.copyfile(self._log, kept)
         return f"side={self.name!r}: {reason}; what it printed is in {kept}"
 
-    def close(self) -> None:
-        """Ends the side in order, and kills what is left of its processes."""
-        processes = []
-        with suppress(psutil.NoSuchProcess):
-            processes = psutil.Process(self._process.pid).children(recursive=True)
+    def close(self, within_s: float) -> None:
+        """Ends the side in order, and kills what is left of its processes after `within_s` seconds."""
+        processes = self._children()
         with suppress(BrokenPipeError):
             self._connection.send(None)
         self._connection.close()
-        self._process.join(_END_S)
+        self._process.join(within_s)
         if self._process.is_alive():
+            processes |= self._children()
             self._process.kill()
             self._process.join()
         for process in processes:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
+
+    def _children(self) -> set[psutil.Process]:
+        try:
+            return set(psutil.Process(self._process.pid).children(recursive=True))
+        except psutil.NoSuchProcess:
+            return set()
 
 
 @contextmanager
@@ -104,15 +110,17 @@ def opened(sides: dict[str, OpenSide], logs: Path) -> Iterator[list[Side]]:
     """The sides by name, ready. All of them start at the same time."""
     logs.mkdir(parents=True, exist_ok=True)
     processes: list[Side] = []
+    within_s = _ABORT_S
     try:
         for name, open_side in sides.items():
             processes.append(Side(name, open_side, logs / f"{name.replace(' ', '-')}.log"))
         for side in processes:
             side.wait_ready()
         yield processes
+        within_s = _END_S
     finally:
         for side in processes:
-            side.close()
+            side.close(within_s)
 
 
 def in_turn(
