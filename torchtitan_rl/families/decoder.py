@@ -64,12 +64,12 @@ class DecoderShape(ABC):
 
     name: ClassVar[str]
     """The family's name in messages and tables, such as `"qwen3"`."""
-    unsampled: ClassVar[str] = ""
-    """Why generators cannot run the family, in words that follow the model's name; "" where they can."""
     model_types: ClassVar[tuple[str, ...]]
     """Values of `model_type` in a `config.json` that are this family."""
     lora_targets: ClassVar[tuple[str, ...]] = ("qkv_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     """Layers that can have low-rank adapters, by the names of `LoRAConfig.target_modules`."""
+    other_weights: ClassVar[tuple[str, ...]] = ()
+    """How names begin of tensors in a directory that are of parts which the family leaves out."""
     has_sinks: ClassVar[bool] = False
     """Whether attention has sinks: learned scores, one a head, that take weight from a query's positions."""
 
@@ -103,6 +103,11 @@ class DecoderShape(ABC):
         return ()
 
     @property
+    def cut_sizes(self) -> dict[str, int]:
+        """Sizes that a tensor-parallel degree must divide, by name."""
+        return {"n_heads": self.n_heads, "n_kv_heads": self.n_kv_heads, "hidden_dim": self.hidden_dim}
+
+    @property
     def layer_extras(self) -> int:
         """Parameters of a layer besides its matrices and the two norms of `dim`: biases, norms of heads."""
         return 0
@@ -117,6 +122,11 @@ class DecoderShape(ABC):
         layer = attention + feed_forward + 2 * self.dim + self.layer_extras
         embeddings = self.vocab_size * self.dim * (1 if self.tie_embeddings else 2)
         return embeddings + self.n_layers * layer + self.dim
+
+    def own_model_fault(self, device: str) -> str:
+        """Why vLLM's own model of the family (`generator.model_impl="vllm"`) cannot run on the device, `"cpu"` or
+        `"cuda"`, in words that follow a colon; empty where it can."""
+        return ""
 
     # Hugging Face's config.json.
 

@@ -70,13 +70,10 @@ def _check_sinks(where: str, trainer: TrainerConfig, shape: DecoderShape) -> Non
 
 
 def check_degree(where: str, degree: int, shape) -> None:
-    for name, size in (("n_heads", shape.n_heads), ("n_kv_heads", shape.n_kv_heads), ("hidden_dim", shape.hidden_dim)):
+    for name, size in shape.cut_sizes.items():
         if size % degree:
-            divisors = [
-                d
-                for d in range(1, shape.n_kv_heads + 1)
-                if shape.n_kv_heads % d == shape.n_heads % d == shape.hidden_dim % d == 0
-            ]
+            sizes = shape.cut_sizes.values()
+            divisors = [d for d in range(1, shape.n_kv_heads + 1) if all(size % d == 0 for size in sizes)]
             raise ValueError(f"{where}={degree}: must divide the model's {name}={size}; use one of {divisors}")
 
 

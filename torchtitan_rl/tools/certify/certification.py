@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from torchtitan_rl import platform
 from torchtitan_rl.config.meshes import LoRAConfig
 from torchtitan_rl.families import DecoderShape
 from torchtitan_rl.launch.backend import Stack
@@ -111,6 +112,10 @@ class Certification:
     async def vllm(self) -> AsyncIterator[Check]:
         """vLLM's own model: of the export, and with the trainer's weights sent to it."""
         assert self.greedy is not None
+        if fault := self.subject.shape.own_model_fault(platform.device_type()):
+            for name in ("greedy tokens: export in vLLM", "engine (vllm)"):
+                yield Check(name=name, difference=None, note=fault)
+            return
         yield token_checks.check_vllm_alone(self.subject, self.greedy, self.export)
         if refusal := run_checks.refusal(self.subject, self.scratch / "run", model_impl="vllm"):
             yield Check(name="engine (vllm)", difference=None, note=refusal)

@@ -22,8 +22,8 @@ _MOVED = 1e-2
 
 def adapters_of(shape: DecoderShape) -> LoRAConfig:
     """Adapters on every layer that can have one: experts have none."""
-    dense = ["gate_proj", "up_proj", "down_proj"] if shape.experts is None else []
-    return LoRAConfig(rank=4, alpha=8.0, target_modules=["qkv_proj", "o_proj", *dense])
+    without = () if shape.experts is None else ("gate_proj", "up_proj", "down_proj")
+    return LoRAConfig(rank=4, alpha=8.0, target_modules=[name for name in shape.lora_targets if name not in without])
 
 
 async def check_adapters(subject: Subject, stack: Stack, directory: Path) -> AsyncIterator[Check]:

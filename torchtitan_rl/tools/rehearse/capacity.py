@@ -14,7 +14,7 @@ from torchtitan_rl.config.meshes import TrainerConfig
 from torchtitan_rl.config.run import COLOCATION, RunConfig
 from torchtitan_rl.families import DecoderShape
 from torchtitan_rl.model.memory import generator_parts
-from torchtitan_rl.model.shape import kv_bytes_per_token, resolve_shape
+from torchtitan_rl.model.shape import kv_bytes_per_token, resolve_shape, state_bytes
 from torchtitan_rl.tools.rehearse.hardware import REACHED, Hardware
 from torchtitan_rl.tools.rehearse.links import Links
 from torchtitan_rl.tools.rehearse.work import BatchWork, RoleWork
@@ -101,7 +101,7 @@ def _train(
     """(seconds by part, seconds that overlap with longer parts): FSDP's calls overlap with computing, tensor
     parallelism's do not."""
     tp, length = trainer.parallelism.tensor_parallel_degree, work.prompt_tokens + work.completion_tokens
-    forward = 2 * _multiplied(shape) + shape.n_layers * 2 * shape.n_heads * shape.head_dim * length
+    forward = 2 * _multiplied(shape) + shape.num_attention_layers * 2 * shape.n_heads * shape.head_dim * length
     operations = forward * (_passes(trainer) * role.trained_tokens + role.scored_tokens) / tp
     compute = operations / (_peak(trainer.training.mixed_precision_param, hardware) * REACHED["compute"])
     calls: dict[str, float] = {}
@@ -122,14 +122,15 @@ def _generate(config: RunConfig, work: BatchWork, hardware: Hardware) -> dict[st
     tp, memory = generator.tensor_parallel_degree, generator_parts(generator, shape)
     sequences = -(-work.num_completions // generator.num_replicas)
     itemsize = 2 if generator.dtype == "bfloat16" else 4
-    per_token = kv_bytes_per_token(generator, shape)
+    per_token, states = kv_bytes_per_token(generator, shape), state_bytes(generator, shape)
     length = work.prompt_tokens + work.completion_tokens
-    together = max(1, min(sequences, generator.max_num_seqs, memory["kv_cache"] // (per_token * length)))
+    together = max(1, min(sequences, generator.max_num_seqs, memory["kv_cache"] // (per_token * length + states)))
     iterations = -(-sequences // together) * work.completion_tokens
-    cache = sequences * work.completion_tokens * per_token * (work.prompt_tokens + work.completion_tokens / 2)
+    cached = per_token * (work.prompt_tokens + work.completion_tokens / 2) + 2 * states  # states are written, too
+    cache = sequences * work.completion_tokens * cached
     read = (iterations * memory["weights"] + cache) / (hardware.hbm_gb_s * _GIGA * REACHED["memory"])
     speed = _peak(generator.dtype, hardware) * REACHED["compute"] * tp
-    token = 2 * _multiplied(shape) + 4 * shape.n_layers * shape.n_heads * shape.head_dim * length / 2
+    token = 2 * _multiplied(shape) + 4 * shape.num_attention_layers * shape.n_heads * shape.head_dim * length / 2
     decode = sequences * work.completion_tokens * token / speed
     reduced = 2 * shape.n_layers * shape.dim * itemsize * sequences * length * 2 * (tp - 1) / tp
     parts = {
