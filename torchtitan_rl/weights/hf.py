@@ -33,7 +33,10 @@ def load_hf_weights(model, adapter, directory: Path, shape: DecoderShape, *, hea
     if not head:
         state.pop("lm_head.weight", None)
     dcp.load(state, storage_reader=reader)
-    model.load_state_dict(state_dict | adapter.from_hf(state))
+    read = adapter.from_hf(state)
+    if not head:
+        read.pop("lm_head.weight", None)  # torchtitan's adapter of Qwen3.5 makes a missing head of the embedding
+    model.load_state_dict(state_dict | read)
 
 
 def _check_fits(adapter, reader: HuggingFaceStorageReader, directory: Path, shape: DecoderShape, *, head: bool) -> None:

@@ -19,10 +19,10 @@ from torchtitan_rl.families import shape_of_hf
 from torchtitan_rl.model.lora import lora_spec
 from torchtitan_rl.model.memory import num_adapter_parameters
 from torchtitan_rl.model.shape import kv_bytes_per_token, state_bytes
-from torchtitan_rl.model.spec import build_spec
+from torchtitan_rl.model.spec import build_spec, critic_spec
 from torchtitan_rl.validation.generator import check_engine
 from torchtitan_rl.validation.trainer import check_degree, check_trainer
-from torchtitan_rl.weights.hf import load_hf_weights
+from torchtitan_rl.weights.hf import load_hf_weights, write_hf_dir
 
 SHAPE = SHAPES["qwen3_5"]
 CHANGES = {
@@ -115,6 +115,23 @@ def test_the_files_of_a_whole_model_are_read_under_their_names(tmp_path):
     load_hf_weights(fresh, spec.state_dict_adapter(spec.model, str(tmp_path)), tmp_path, SHAPE)
     for name, tensor in model.state_dict().items():
         assert torch.equal(fresh.state_dict()[name], tensor), name
+
+
+def test_a_critic_keeps_its_head(tmp_path):
+    """torchtitan's adapter makes a missing head of the embedding, and a critic has one value per position."""
+    torch.manual_seed(0)
+    spec = build_spec(ModelConfig(shape=SHAPE))
+    policy = spec.model.build()
+    policy.init_weights()
+    write_hf_dir(policy.state_dict(), spec.state_dict_adapter(spec.model, None), tmp_path)
+    of_critic = critic_spec(spec)
+    critic = of_critic.model.build()
+    critic.init_weights()
+    adapter = of_critic.state_dict_adapter(of_critic.model, str(tmp_path))
+    load_hf_weights(critic, adapter, tmp_path, SHAPE, head=False)
+    state, expected = critic.state_dict(), policy.state_dict()
+    assert state["lm_head.weight"].shape == (1, SHAPE.dim) and not state["lm_head.weight"].any()
+    assert all(torch.equal(state[name], expected[name]) for name in expected.keys() - {"lm_head.weight"})
 
 
 def test_the_cache_of_an_engine_has_keys_of_a_quarter_of_the_layers_and_states_of_the_others():
