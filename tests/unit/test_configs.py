@@ -30,6 +30,11 @@ QWEN2_5 = """
 - model.shape: Qwen2Shape(vocab_size=151936, dim=1536, n_layers=28, n_heads=12, n_kv_heads=2, head_dim=128,
   hidden_dim=8960, max_seq_len=32768), not Qwen3Shape(vocab_size=64, dim=128, n_layers=4, n_heads=4, n_kv_heads=2,
   head_dim=32, hidden_dim=384, max_seq_len=512)"""
+QWEN3_5 = """
+- model.shape: Qwen35Shape(vocab_size=248320, dim=1024, n_layers=24, n_heads=8, n_kv_heads=2, head_dim=256,
+  hidden_dim=3584, max_seq_len=262144, n_key_heads=16, n_value_heads=16, key_head_dim=128, value_head_dim=128), not
+  Qwen3Shape(vocab_size=64, dim=128, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=32, hidden_dim=384,
+  max_seq_len=512)"""
 QWEN3 = (
     FLAVOR
     + """
@@ -72,6 +77,8 @@ OTHERS = {  # files that are no variants of the quickstart, and so do not say ho
     + "\n- trainer.max_tokens_per_microbatch: 8192, not 16384\n- generator.kv_cache_gib: 24.0, not 0.25",
     "qwen2_5_1_5b_gsm8k": GSM8K.replace(FLAVOR, QWEN2_5)
     + "\n- trainer.max_tokens_per_microbatch: 8192, not 16384\n- generator.kv_cache_gib: 22.0, not 0.25",
+    "qwen3_5_0_8b_gsm8k": GSM8K.replace(FLAVOR, QWEN3_5)
+    + "\n- trainer.max_tokens_per_microbatch: 8192, not 16384\n- generator.kv_cache_gib: 20.0, not 0.25",
     "reasoning_gym": QWEN3
     + """
 - task: ReasoningGym.Config(datasets={"chain_sum": {"min_terms": 2, "max_terms": 4}, "basic_arithmetic": {}}), not

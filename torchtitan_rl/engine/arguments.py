@@ -21,13 +21,14 @@ _CAPTURE_DECODING = {"mode": "NONE", "cudagraph_mode": "FULL_DECODE_ONLY"}
 def engine_args(config: GeneratorConfig, model: ModelConfig, seed: int, *, sleeps: bool = False) -> EngineArgs:
     """vLLM's arguments for one rank. `model.assets` is a directory with a config.json and the tokenizer. `sleeps`: the
     engine shares devices with trainers."""
+    shape = resolve_shape(model)
     return EngineArgs(
         model=model.assets,
-        additional_config=vllm_model.EngineShape(resolve_shape(model)),
+        additional_config=vllm_model.EngineShape(shape),
         dtype=config.dtype,
         load_format="dummy",
         seed=seed,
-        hf_overrides={"architectures": [vllm_model.ARCHITECTURE]}
+        hf_overrides={"architectures": [vllm_model.model_class(shape).__name__]}
         if config.model_impl == "torchtitan"
         else {"tie_word_embeddings": False},  # a reload does not refresh a tied head
         tensor_parallel_size=config.tensor_parallel_degree,
@@ -44,7 +45,9 @@ def engine_args(config: GeneratorConfig, model: ModelConfig, seed: int, *, sleep
         enforce_eager=config.enforce_eager,
         compilation_config=_CAPTURE_DECODING if config.model_impl == "torchtitan" and not config.enforce_eager else {},
         enable_sleep_mode=sleeps and platform.can_sleep(),
-        enable_prefix_caching=True,
+        # A state is of all tokens before it: vLLM could share states at the ends of blocks alone, and only where it may
+        # cut prompts there.
+        enable_prefix_caching=not shape.state_sizes,
         # One for all requests: vLLM keeps the backend of the first, and `auto` would check later ones against another.
         structured_outputs_config=StructuredOutputsConfig(backend="xgrammar"),
         disable_log_stats=True,

@@ -31,6 +31,7 @@ from torchtitan_rl.engine import noise, vllm_internals, vllm_model
 from torchtitan_rl.engine.arguments import engine_args
 from torchtitan_rl.engine.engine_requests import completion, engine_params, has_nan, scores
 from torchtitan_rl.engine.plan import whole_parameters
+from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.model.spec import build_spec
 from torchtitan_rl.record.tracing import span
 from torchtitan_rl.types import Request
@@ -207,7 +208,8 @@ class Engine:
             self._fail_waiting()
 
     def _build(self) -> LLMEngine:
-        ModelRegistry.register_model(vllm_model.ARCHITECTURE, vllm_model.TorchtitanForCausalLM)
+        model_class = vllm_model.model_class(resolve_shape(self._model_config))
+        ModelRegistry.register_model(model_class.__name__, model_class)
         args = engine_args(self._config, self._model_config, self._seed, sleeps=self._sleeps)
         with (
             adapters.private_shared_memory(),

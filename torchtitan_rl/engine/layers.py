@@ -1,4 +1,4 @@
-"""vLLM's attention in place of torchtitan's in a generator rank's model, and the rule that cuts whole weights."""
+"""vLLM's attention and cache in a generator rank's model, and the rule that cuts whole weights."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torchtitan.protocols.module import Module
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from torchtitan_rl import adapters
 from torchtitan_rl.families.biased_blocks import SinkAttention
 from torchtitan_rl.model.generator_cut import RankPart, cut_dim
 
-__all__ = ["PagedAttention", "PagedSinkAttention", "shard_for_rank"]
+__all__ = ["PagedAttention", "PagedSinkAttention", "StateCache", "shard_for_rank", "state_dtypes"]
 
 adapters.adapt_torchtitan()
 
@@ -75,6 +78,66 @@ class PagedSinkAttention(SinkAttention):
     def __init__(self, config: Config):
         super().__init__(config)
         self.sinks = self.inner_attention.sinks
+
+
+class StateCache(Module, MambaBase):
+    """What a layer with a state keeps of each request, in vLLM's cache (`families.delta_net.SequenceStates`).
+
+    A request has one place, a block of the cache, for as long as it is in the engine."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        layer: int
+        sizes: tuple[tuple[int, ...], ...]
+        """Of the tensors of one request on this rank: the first in the model's dtype, further ones in float32."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        from vllm.config import get_current_vllm_config
+
+        vllm_config = get_current_vllm_config()
+        self.config, self.model_dtype = config, vllm_config.model_config.dtype
+        self.prefix = f"layers.{config.layer}.delta_net"
+        self.kv_cache: tuple[torch.Tensor, ...] = ()
+        vllm_config.compilation_config.static_forward_context[self.prefix] = self
+
+    # vLLM's side.
+
+    def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
+        return self.config.sizes
+
+    def get_state_dtype(self) -> tuple[torch.dtype, ...]:
+        return state_dtypes(self.config.sizes, self.model_dtype)
+
+    @property
+    def mamba_type(self) -> MambaAttentionBackendEnum:
+        """vLLM's plainest account of requests with states: where their tokens end, and their places."""
+        return MambaAttentionBackendEnum.LINEAR
+
+    # The model's side.
+
+    def begin(self) -> tuple[int, ...] | None:
+        """None while vLLM measures a call's memory, before there is a cache."""
+        by_layer = get_forward_context().attn_metadata
+        if by_layer is None:
+            return None
+        metadata = by_layer[self.prefix]
+        lengths_R = metadata.query_start_loc.diff()
+        self._places_R, self._begins_R = metadata.state_indices_tensor, metadata.seq_lens == lengths_R
+        return tuple(lengths_R.tolist())
+
+    def read(self, kind: int, columns: slice = slice(None)) -> torch.Tensor:
+        values = self.kv_cache[kind][..., columns][self._places_R]
+        values[self._begins_R] = 0
+        return values
+
+    def keep(self, kind: int, values: torch.Tensor, columns: slice = slice(None)) -> None:
+        self.kv_cache[kind][..., columns][self._places_R] = values
+
+
+def state_dtypes(sizes: tuple[tuple[int, ...], ...], model_dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """The dtypes of a request's tensors in `StateCache`."""
+    return model_dtype, *(torch.float32 for _ in sizes[1:])
 
 
 def shard_for_rank(name: str, tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:

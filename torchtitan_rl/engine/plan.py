@@ -20,9 +20,10 @@ from torchtitan.models.deepseek_v3.model import Attention as LatentAttention
 from torchtitan.protocols.model_spec import ModelSpec
 
 from torchtitan_rl.engine.kernels import PackedLinear, changed, with_kernels
-from torchtitan_rl.engine.layers import PagedAttention, PagedSinkAttention
+from torchtitan_rl.engine.layers import PagedAttention, PagedSinkAttention, StateCache
 from torchtitan_rl.engine.slices import RowParallelLinear, SlicedExperts
 from torchtitan_rl.families.biased_blocks import SinkAttention
+from torchtitan_rl.families.delta_net import DeltaNet, Qwen35Attention
 from torchtitan_rl.model.experts import BiasedExperts
 
 __all__ = ["generator_spec", "whole_parameters"]
@@ -31,13 +32,20 @@ __all__ = ["generator_spec", "whole_parameters"]
 def generator_spec(spec: ModelSpec, tensor_parallel_degree: int) -> ModelSpec:
     """A new spec for one generator rank; `spec` stays unchanged.
 
-    Raises ValueError unless the degree divides attention heads, KV heads and the feed-forward size.
+    Raises ValueError unless the degree divides attention heads, KV heads, the heads of delta nets and the feed-forward
+    size.
     """
     tp = tensor_parallel_degree
     model = copy.deepcopy(spec.model)
     for index, layer in enumerate(model.layers):
-        latent = isinstance(layer.attention, LatentAttention.Config)
-        layer.attention = (_latent_attention if latent else _grouped_attention)(layer.attention, index, tp)
+        if layer.attention is None:
+            layer.delta_net = _delta_net(layer.delta_net, index, tp)
+        elif isinstance(layer.attention, LatentAttention.Config):
+            layer.attention = _latent_attention(layer.attention, index, tp)
+        elif isinstance(layer.attention, Qwen35Attention.Config):
+            layer.attention = _gated_attention(layer.attention, index, tp)
+        else:
+            layer.attention = _grouped_attention(layer.attention, index, tp)
         if layer.moe is None:
             layer.feed_forward = _feed_forward(layer.feed_forward, tp)
         elif tp > 1:
@@ -92,6 +100,53 @@ def _latent_attention(attention: LatentAttention.Config, layer: int, tp: int) ->
             n_heads=n_heads,
             n_kv_heads=n_heads,
             head_dim=attention.qk_nope_head_dim + attention.qk_rope_head_dim,
+        ),
+    )
+
+
+def _gated_attention(attention: Qwen35Attention.Config, layer: int, tp: int) -> Qwen35Attention.Config:
+    """A query head's rows are beside those of its gate, so a rank's share has both."""
+    n_heads, n_kv_heads = _share("n_heads", attention.n_heads, tp), _share("n_kv_heads", attention.n_kv_heads, tp)
+    return dataclasses.replace(
+        attention,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        wq=_column_parallel(attention.wq, tp),
+        wk=_column_parallel(attention.wk, tp),
+        wv=_column_parallel(attention.wv, tp),
+        wo=_row_parallel(attention.wo, tp),
+        inner_attention=PagedAttention.Config(
+            layer=layer, n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=attention.head_dim
+        ),
+    )
+
+
+def _delta_net(delta_net: DeltaNet.Config, layer: int, tp: int) -> DeltaNet.Config:
+    """One rank's heads, over vLLM's cache of states."""
+    keys, values = delta_net.in_proj_k.out_features, delta_net.in_proj_v.out_features
+    n_key_heads = _share("n_key_heads", keys // delta_net.key_head_dim, tp)
+    n_value_heads = _share("n_value_heads", values // delta_net.value_head_dim, tp)
+    linears = ("in_proj_q", "in_proj_k", "in_proj_v", "in_proj_z", "in_proj_a", "in_proj_b")
+    channels = {
+        "conv_q": n_key_heads * delta_net.key_head_dim,
+        "conv_k": n_key_heads * delta_net.key_head_dim,
+        "conv_v": n_value_heads * delta_net.value_head_dim,
+    }
+    convolutions = {
+        name: dataclasses.replace(getattr(delta_net, name), in_channels=size, out_channels=size, groups=size)
+        for name, size in channels.items()
+    }
+    return dataclasses.replace(
+        delta_net,
+        **{name: _column_parallel(getattr(delta_net, name), tp) for name in linears},
+        **convolutions,
+        out_proj=_row_parallel(delta_net.out_proj, tp),
+        states=StateCache.Config(
+            layer=layer,
+            sizes=(
+                (delta_net.conv_kernel_size - 1, sum(channels.values())),
+                (n_value_heads, delta_net.key_head_dim, delta_net.value_head_dim),
+            ),
         ),
     )
 

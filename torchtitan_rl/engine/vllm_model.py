@@ -14,15 +14,13 @@ from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_pa
 
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.engine.kernels import pack_matrices
-from torchtitan_rl.engine.layers import shard_for_rank
+from torchtitan_rl.engine.layers import shard_for_rank, state_dtypes
 from torchtitan_rl.engine.plan import generator_spec
 from torchtitan_rl.families import DecoderShape
 from torchtitan_rl.model.module_state import places
 from torchtitan_rl.model.spec import build_spec, with_positions
 
-__all__ = ["TorchtitanForCausalLM", "EngineShape", "ARCHITECTURE"]
-
-ARCHITECTURE = "TorchtitanForCausalLM"
+__all__ = ["EngineShape", "TorchtitanForCausalLM", "TorchtitanWithStates", "model_class"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,8 @@ class EngineShape:
 
 
 class TorchtitanForCausalLM(nn.Module):
-    """vLLM's model interface over torchtitan's decoder, built from the generator's spec."""
+    """vLLM's model interface over torchtitan's decoder, built from the generator's spec. vLLM asks the class whether a
+    model's layers keep states: with those it is the subclass `TorchtitanWithStates`."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__()
@@ -106,6 +105,29 @@ class TorchtitanForCausalLM(nn.Module):
         module = self.decoder.get_submodule(".".join(path))
         module, key = (getattr(module, owner), last) if hasattr(module, owner) else (module, f"{owner}.{last}")
         return module.state_dict()[key]
+
+
+class TorchtitanWithStates(TorchtitanForCausalLM):
+    """A model with layers that keep a state of each sequence instead of keys and values."""
+
+    is_hybrid = True
+    has_inner_state = True
+
+    @classmethod
+    def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...], ...]:
+        """What one such layer keeps on a rank: channels of the convolution, and value heads, are shared by ranks."""
+        (taps, channels), (heads, *state) = vllm_config.additional_config.shape.state_sizes
+        ranks = vllm_config.parallel_config.tensor_parallel_size
+        return (taps, channels // ranks), (heads // ranks, *state)
+
+    @classmethod
+    def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
+        return state_dtypes(vllm_config.additional_config.shape.state_sizes, vllm_config.model_config.dtype)
+
+
+def model_class(shape: DecoderShape) -> type[TorchtitanForCausalLM]:
+    """The class that runs a model of these sizes. vLLM knows it by its name, once it is registered."""
+    return TorchtitanWithStates if shape.state_sizes else TorchtitanForCausalLM
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -67,12 +67,12 @@ class DecoderShape(ABC):
 
     name: ClassVar[str]
     """The family's name in messages and tables, such as `"qwen3"`."""
-    unsampled: ClassVar[str] = ""
-    """Why generators cannot run the family, in words that follow the model's name; "" where they can."""
     model_types: ClassVar[tuple[str, ...]]
     """Values of `model_type` in a `config.json` that are this family."""
     lora_targets: ClassVar[tuple[str, ...]] = ("qkv_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     """Layers that can have low-rank adapters, by the names of `LoRAConfig.target_modules`."""
+    other_weights: ClassVar[tuple[str, ...]] = ()
+    """How names begin of tensors in a directory that are of parts which the family leaves out."""
     has_sinks: ClassVar[bool] = False
     """Whether attention has sinks: learned scores, one a head, that take weight from a query's positions."""
 

@@ -12,8 +12,9 @@ documents.
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -26,13 +27,24 @@ adapters.adapt_torchtitan()
 from torchtitan.models.common.attention import VarlenMetadata  # noqa: E402
 from torchtitan.models.common.decoder import Decoder  # noqa: E402
 from torchtitan.models.common.decoder_sharding import dense_sequence_parallel_placement, set_decoder_sharding_config  # noqa: E402
+from torchtitan.protocols.module import Module  # noqa: E402
 from torchtitan.protocols.sharding import ShardingConfig  # noqa: E402
 
 with adapters.without_fla():
-    from torchtitan.models.qwen3_5.model import GatedDeltaKernel, GatedDeltaNet, Qwen35TransformerBlock
+    from torchtitan.models.qwen3_5.model import GatedDeltaKernel, GatedDeltaNet, Qwen35Attention, Qwen35TransformerBlock
     from torchtitan.models.qwen3_5.sharding import _set_qwen35_layer_sharding
 
-__all__ = ["Chunks", "DeltaNet", "DeltaKernel", "TextBlock", "TextModel", "causal_conv", "gated_delta_rule"]
+__all__ = [
+    "Chunks",
+    "DeltaNet",
+    "DeltaKernel",
+    "Qwen35Attention",
+    "SequenceStates",
+    "TextBlock",
+    "TextModel",
+    "causal_conv",
+    "gated_delta_rule",
+]
 
 _LARGEST_CHUNK = 64
 _NORM_EPS = 1e-6  # of `fla` and transformers, in the L2 norm of queries and keys
@@ -57,9 +69,10 @@ class Chunks(NamedTuple):
         """`lengths`: tokens of each document, in packed order. The same lengths give the same object."""
         return _chunks(lengths, str(device))
 
-    def rows_after(self, history: int) -> torch.Tensor:
-        """For every token its row where each document has `history` rows in front."""
-        return _rows_after(self.lengths, history, str(self.slots_T.device))
+    def rows(self, history: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Where each document has `history` rows in front: every token's row (T,), the rows in front (R, history), and
+        the last rows of each document (R, history), which may be in front of it."""
+        return _rows(self.lengths, history, str(self.slots_T.device))
 
 
 @functools.lru_cache(maxsize=64)
@@ -78,32 +91,33 @@ def _chunks(lengths: tuple[int, ...], device: str) -> Chunks:
 
 
 @functools.lru_cache(maxsize=64)
-def _rows_after(lengths: tuple[int, ...], history: int, device: str) -> torch.Tensor:
-    document = torch.repeat_interleave(torch.tensor(lengths))
-    return (torch.arange(len(document)) + (document + 1) * history).to(device)
+def _rows(lengths: tuple[int, ...], history: int, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    lengths_R = torch.tensor(lengths)
+    document_T = torch.repeat_interleave(lengths_R)
+    ends_R, inside = (lengths_R + history).cumsum(0), torch.arange(history)
+    tokens_T = torch.arange(len(document_T)) + (document_T + 1) * history
+    front_RW = (ends_R - lengths_R - history)[:, None] + inside
+    last_RW = (ends_R - history)[:, None] + inside
+    return tokens_T.to(device), front_RW.to(device), last_RW.to(device)
 
 
 def causal_conv(
     x_TD: torch.Tensor, weight_DW: torch.Tensor, chunks: Chunks, history_RWD: torch.Tensor | None = None
-) -> torch.Tensor:
-    """SiLU of the convolution of each channel with W taps, in float32 and returned in the dtype of `x_TD`. A document
-    begins after `history_RWD`, its last W - 1 inputs before this call; None: zeros."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(SiLU of the convolution of each channel with W taps, each document's last W - 1 inputs for the next call), in
+    the dtype of `x_TD` and computed in float32. A document begins after `history_RWD`, its last W - 1 inputs before
+    this call; None: zeros."""
     taps = weight_DW.shape[1]
-    rows_T = chunks.rows_after(taps - 1)
-    stream = x_TD.new_zeros((len(rows_T) + len(chunks.lengths) * (taps - 1), x_TD.shape[1]))
-    stream = _precise(stream)
+    rows_T, front_RW, last_RW = chunks.rows(taps - 1)
+    x, weight = _precise(x_TD), _precise(weight_DW)
+    stream = x.new_zeros((len(rows_T) + front_RW.numel(), x.shape[1])).index_copy(0, rows_T, x)
     if history_RWD is not None:
-        before = torch.ones(len(stream), dtype=torch.bool, device=stream.device)
-        before[rows_T] = False
-        stream[before] = history_RWD.flatten(0, 1).to(stream.dtype)
-    stream = stream.index_copy(0, rows_T, _precise(x_TD))
-    weight = _precise(weight_DW)
-    stream = F.pad(stream, (0, 0, taps - 1, 0))
-    length = len(stream) - taps + 1
-    out = torch.zeros_like(stream[:length])
-    for tap in range(taps):
-        out = out + stream[tap : tap + length] * weight[:, tap]
-    return F.silu(out.index_select(0, rows_T)).to(x_TD.dtype)
+        stream = stream.index_copy(0, front_RW.flatten(), history_RWD.flatten(0, 1).to(x.dtype))
+    padded = F.pad(stream, (0, 0, taps - 1, 0))
+    out = padded[: len(stream)] * weight[:, 0]
+    for tap in range(1, taps):
+        out = out + padded[tap : tap + len(stream)] * weight[:, tap]
+    return F.silu(out.index_select(0, rows_T)).to(x_TD.dtype), stream[last_RW].to(x_TD.dtype)
 
 
 def gated_delta_rule(
@@ -176,6 +190,23 @@ def _to_chunks(x: torch.Tensor, chunks: Chunks) -> torch.Tensor:
     return empty.index_copy(0, chunks.slots_T, x).unflatten(0, (-1, chunks.size)).transpose(1, 2)
 
 
+class SequenceStates(Protocol):
+    """What an engine keeps of each sequence between calls, for one layer."""
+
+    def begin(self) -> tuple[int, ...] | None:
+        """The tokens of each sequence in this call, which the others of this call's methods are about; None: nothing is
+        to be computed."""
+
+    def read(self, kind: int, columns: slice = slice(None)) -> torch.Tensor:
+        """What was kept last, by sequence, zeros at its beginning: `_CONV` (R, W - 1, D) or `_STATE` (R, H, K, V)."""
+
+    def keep(self, kind: int, values: torch.Tensor, columns: slice = slice(None)) -> None:
+        """Keeps what the next call begins with."""
+
+
+_CONV, _STATE = 0, 1
+
+
 class DeltaKernel(GatedDeltaKernel):
     """The gated delta rule within each packed document, behind the interface of torchtitan's kernel."""
 
@@ -183,33 +214,58 @@ class DeltaKernel(GatedDeltaKernel):
     class Config(GatedDeltaKernel.Config):
         pass
 
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.states: SequenceStates | None = None
+        """Those of the layer, where documents are parts of an engine's sequences."""
+
     def forward(self, xq_BLNK, xk_BLNK, xv_BLNV, g_BLN, beta_BLN, *, cu_seqlens=None, cu_seqlens_cpu=None):
-        chunks = _chunks_of(cu_seqlens_cpu, xq_BLNK.device)
+        chunks, states = _chunks_of(cu_seqlens_cpu, xq_BLNK.device), self.states
         heads = xv_BLNV.shape[2] // xq_BLNK.shape[2]
         q, k = (x[0].repeat_interleave(heads, 1) for x in (xq_BLNK, xk_BLNK))
-        return gated_delta_rule(q, k, xv_BLNV[0], g_BLN[0], beta_BLN[0], chunks)[0][None]
+        before_RHKV = None if states is None else states.read(_STATE)
+        out, after_RHKV = gated_delta_rule(q, k, xv_BLNV[0], g_BLN[0], beta_BLN[0], chunks, before_RHKV)
+        if states is not None:
+            states.keep(_STATE, after_RHKV)
+        return out[None]
 
 
 class DeltaNet(GatedDeltaNet):
     """torchtitan's gated delta net with a convolution in torch. `attention_masks` is what attention takes: the layout
-    of packed documents (`model.attention.PackedDocuments`) or torchtitan's metadata of variable lengths."""
+    of packed documents (`model.attention.PackedDocuments`), torchtitan's metadata of variable lengths, or None where
+    the layer has `states`, which know the lengths."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GatedDeltaNet.Config):
-        pass
+        states: Module.Config | None = None
+        """An engine's states of sequences; None: every document begins with zeros."""
 
-    def forward(self, x_BLD: torch.Tensor, attention_masks) -> torch.Tensor:
-        if not isinstance(attention_masks, VarlenMetadata):
-            ends = tuple(torch.tensor((0, *attention_masks.lengths)).cumsum(0).tolist())
-            offsets = torch.tensor(ends, dtype=torch.int32, device=attention_masks.to_packed_T.device)
-            longest = max(attention_masks.lengths)
-            attention_masks = VarlenMetadata(offsets, offsets, longest, longest, ends)
-        return super().forward(x_BLD, attention_masks)
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.states = self.kernel.states = None if config.states is None else config.states.build()
+        keys, values = config.in_proj_k.out_features, config.in_proj_v.out_features
+        self._columns = (slice(0, keys), slice(keys, 2 * keys), slice(2 * keys, 2 * keys + values))
+
+    def forward(self, x_BLD: torch.Tensor, attention_masks=None) -> torch.Tensor:
+        if isinstance(attention_masks, VarlenMetadata):
+            return super().forward(x_BLD, attention_masks)
+        lengths = attention_masks.lengths if self.states is None else self.states.begin()
+        if lengths is None:
+            return torch.zeros_like(x_BLD)
+        ends, longest = (0, *itertools.accumulate(lengths)), max(lengths)
+        offsets = torch.tensor(ends, dtype=torch.int32, device=x_BLD.device)
+        return super().forward(x_BLD, VarlenMetadata(offsets, offsets, longest, longest, ends))
 
     def _causal_conv(self, x_BLD, conv, cu_seqlens=None, cu_seqlens_cpu=None):
+        columns = self._columns[[self.conv_q, self.conv_k, self.conv_v].index(conv)]
+
         def local(x_local_BLD: torch.Tensor, weight_local: torch.Tensor) -> torch.Tensor:
-            chunks = _chunks_of(cu_seqlens_cpu, x_local_BLD.device)
-            return causal_conv(x_local_BLD[0], weight_local[:, 0], chunks)[None]
+            chunks, states = _chunks_of(cu_seqlens_cpu, x_local_BLD.device), self.states
+            before_RWD = None if states is None else states.read(_CONV, columns)
+            out, after_RWD = causal_conv(x_local_BLD[0], weight_local[:, 0], chunks, before_RWD)
+            if states is not None:
+                states.keep(_CONV, after_RWD, columns)
+            return out[None]
 
         if isinstance(x_BLD, DTensor):
             return self._local_map_conv(x_BLD, conv, local)

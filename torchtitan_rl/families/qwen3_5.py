@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from dataclasses import dataclass
 from functools import partial
@@ -68,8 +69,10 @@ class Qwen35Shape(DecoderShape):
     """Taps of the convolution before a gated delta net."""
 
     name: ClassVar[str] = "qwen3_5"
-    unsampled: ClassVar[str] = "keeps a state for each sequence, which the generators of this package do not hold yet"
     model_types: ClassVar[tuple[str, ...]] = (_TEXT, _WHOLE)
+    other_weights: ClassVar[tuple[str, ...]] = ("model.visual.", "mtp.")
+    # Adapters of gated delta nets would need five layers more, and PEFT's names for three of them are one.
+    lora_targets: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj", "down_proj")
 
     @classmethod
     def debug(cls, **sizes: Any) -> Self:
@@ -82,6 +85,16 @@ class Qwen35Shape(DecoderShape):
     @property
     def num_attention_layers(self) -> int:
         return self.n_layers // self.full_attention_interval
+
+    @property
+    def cut_sizes(self) -> dict[str, int]:
+        return {
+            "n_heads": self.n_heads,
+            "n_kv_heads": self.n_kv_heads,
+            "hidden_dim": self.hidden_dim,
+            "n_key_heads": self.n_key_heads,
+            "n_value_heads": self.n_value_heads,
+        }
 
     @property
     def state_sizes(self) -> tuple[tuple[int, int], tuple[int, int, int]]:
@@ -106,16 +119,26 @@ class Qwen35Shape(DecoderShape):
         layers += self.n_layers * (3 * self.dim * self.hidden_dim + 2 * self.dim)
         return self.vocab_size * self.dim * (1 if self.tie_embeddings else 2) + layers + self.dim
 
+    def own_model_fault(self, device: Literal[cpu, cuda]) -> str:
+        if device == "cpu":
+            return f"on a CPU the kernels of vLLM's own {self.name} take bfloat16 alone, and the trainer has float32"
+        if importlib.util.find_spec("torchvision") is None:
+            return (
+                f"vLLM's own {self.name} is in one module with the whole model, which imports torchvision, and "
+                "torchvision is not installed"
+            )
+        return ""
+
     def model_spec(self) -> ModelSpec:
         import torch.nn as nn
 
         from torchtitan_rl.families import blocks, rotations
-        from torchtitan_rl.families.delta_net import DeltaKernel, DeltaNet, TextBlock, TextModel
+        from torchtitan_rl.families.delta_net import DeltaKernel, DeltaNet, Qwen35Attention, TextBlock, TextModel
 
         from torchtitan.models.common import Linear  # isort: skip
         from torchtitan.models.common.config_utils import get_attention_config
         from torchtitan.models.common.nn_modules import Conv1d
-        from torchtitan.models.qwen3_5.model import OffsetRMSNorm, Qwen35Attention, RMSNormGated
+        from torchtitan.models.qwen3_5.model import OffsetRMSNorm, RMSNormGated
         from torchtitan.models.qwen3_5.parallelize import parallelize_qwen3_5
         from torchtitan.protocols.model_spec import ModelSpec
 
@@ -204,8 +227,8 @@ class Qwen35Shape(DecoderShape):
             hf = _text_part(hf, where)
         check_keys(hf, HF_KEYS, where)
         names = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
-        required(hf, (*names, "head_dim"), where)
-        return sizes_of_hf(hf, where) | {
+        required(hf, names, where)
+        return sizes_of_hf(hf, where, heads=("num_key_value_heads", "head_dim")) | {
             "rotary_factor": _rotary_factor(hf, where),
             "full_attention_interval": _interval(hf, where),
             "n_key_heads": hf["linear_num_key_heads"],

@@ -9,6 +9,10 @@ import torch
 __all__ = ["RankPart", "cut_dim", "num_cuts"]
 
 
+_OF_VALUE_HEADS = ("A_log", "dt_bias")
+"""Parameters of a gated delta net with one number for each of its value heads."""
+
+
 class RankPart(torch.Tensor):
     """A tensor that is one rank's part already. Operators on a part give plain tensors."""
 
@@ -25,7 +29,9 @@ def cut_dim(name: str) -> int | None:
         return 2
     if layer in ("wq", "wk", "wv", "wq_b", "wkv_b", "w1", "w3") or last == "sinks":
         return 0
-    if layer in ("wo", "w2") and last == "weight":
+    if layer.startswith(("in_proj_", "conv_")) or last in _OF_VALUE_HEADS:
+        return 0
+    if layer in ("wo", "w2", "out_proj") and last == "weight":
         return 1
     return None
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 from torchtitan_rl.config.meshes import GeneratorConfig
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.families import DecoderShape, Qwen3Shape
 from torchtitan_rl.model.files import read_shape
 
-__all__ = ["resolve_shape", "kv_bytes_per_token"]
+__all__ = ["resolve_shape", "kv_bytes_per_token", "state_bytes"]
 
 
 def resolve_shape(config: ModelConfig) -> DecoderShape:
@@ -21,6 +23,17 @@ def resolve_shape(config: ModelConfig) -> DecoderShape:
 
 
 def kv_bytes_per_token(config: GeneratorConfig, shape: DecoderShape) -> int:
-    """Bytes that keys and values of a token take on one generator rank, in all layers."""
+    """Bytes that keys and values of a token take on one generator rank, in all layers that have them."""
     itemsize = 4 if config.dtype == "float32" else 2
-    return 2 * shape.n_layers * shape.n_kv_heads * shape.head_dim * itemsize // config.tensor_parallel_degree
+    numbers = 2 * shape.num_attention_layers * shape.n_kv_heads * shape.head_dim
+    return numbers * itemsize // config.tensor_parallel_degree
+
+
+def state_bytes(config: GeneratorConfig, shape: DecoderShape) -> int:
+    """Bytes of a sequence's states on one generator rank, in all layers that have them, whatever the sequence's length:
+    the inputs of convolutions in the model's dtype, the rest in float32."""
+    if not shape.state_sizes:
+        return 0
+    inputs, *states = (math.prod(size) for size in shape.state_sizes)
+    layer = inputs * (4 if config.dtype == "float32" else 2) + 4 * sum(states)
+    return (shape.n_layers - shape.num_attention_layers) * layer // config.tensor_parallel_degree

@@ -7,7 +7,7 @@ from torchtitan_rl import platform
 from torchtitan_rl.config.meshes import GeneratorConfig
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.families import DecoderShape
-from torchtitan_rl.model.shape import kv_bytes_per_token
+from torchtitan_rl.model.shape import kv_bytes_per_token, state_bytes
 from torchtitan_rl.validation.trainer import check_experts_kernel
 
 __all__ = ["check_engine", "check_generator_of_experts", "check_own_model"]
@@ -25,8 +25,6 @@ def check_own_model(generator: GeneratorConfig, shape: DecoderShape) -> None:
 
 def check_engine(generator: GeneratorConfig, shape: DecoderShape) -> None:
     """Raises ValueError for a head, a batch or a cache that the generator's engine cannot work with."""
-    if shape.unsampled:
-        raise ValueError(f"model.shape={shape.name}: {shape.unsampled}; use a model of another family")
     if (dims := platform.head_dims()) and shape.head_dim not in dims:
         raise ValueError(
             f"model.shape.head_dim={shape.head_dim}: the generator's attention on a CPU has no kernel for it; use one "
@@ -39,13 +37,21 @@ def check_engine(generator: GeneratorConfig, shape: DecoderShape) -> None:
             f"{generator.max_num_seqs}, and each of these sequences decodes a token in one iteration; raise it, or "
             "lower max_num_seqs"
         )
-    per_token = kv_bytes_per_token(generator, shape)
-    if not generator.kv_cache_gib * 2**30 >= per_token * generator.max_model_len:
-        capacity = int(max(0.0, generator.kv_cache_gib) * 2**30 / per_token)  # max(0, NaN) is 0
+    per_token, states = kv_bytes_per_token(generator, shape), state_bytes(generator, shape)
+    if not generator.kv_cache_gib * 2**30 >= states + per_token * generator.max_model_len:
+        capacity = max(0, int((max(0.0, generator.kv_cache_gib) * 2**30 - states) / per_token))  # max(0, NaN) is 0
         raise ValueError(
-            f"generator.kv_cache_gib={generator.kv_cache_gib:g}: holds {capacity} tokens of {per_token} bytes a rank, "
-            f"less than one sequence of generator.max_model_len={generator.max_model_len}; use at least "
-            f"{per_token * generator.max_model_len / 2**30:.3g}, or lower max_model_len"
+            f"generator.kv_cache_gib={generator.kv_cache_gib:g}: holds {capacity} tokens of {per_token} bytes a rank"
+            f"{f' beside {states} bytes of states' if states else ''}, less than one sequence of "
+            f"generator.max_model_len={generator.max_model_len}; use at least "
+            f"{(states + per_token * generator.max_model_len) / 2**30:.3g}, or lower max_model_len"
+        )
+    if generator.model_impl == "vllm" and (fault := shape.own_model_fault(platform.device_type())):
+        raise ValueError(f"generator.model_impl='vllm': {fault}; use 'torchtitan'")
+    if shape.state_sizes and not generator.enforce_eager:
+        raise ValueError(
+            f"generator.enforce_eager=False: layers of a {shape.name} lay out each step's requests on the host, which "
+            "a CUDA graph cannot capture; use True"
         )
 
 

@@ -27,18 +27,21 @@ def load_hf_weights(model, adapter, directory: Path, shape: DecoderShape, *, hea
     if (directory / "config.json").exists():
         shape.from_hf(directory / "config.json")
     reader = HuggingFaceStorageReader(str(directory))
-    _check_fits(adapter, reader, directory, head=head)
+    _check_fits(adapter, reader, directory, shape, head=head)
     state_dict = model.state_dict()
     state = adapter.to_hf(lora.base_state(state_dict))
     if not head:
         state.pop("lm_head.weight", None)
     dcp.load(state, storage_reader=reader)
-    model.load_state_dict(state_dict | adapter.from_hf(state))
+    read = adapter.from_hf(state)
+    if not head:
+        read.pop("lm_head.weight", None)  # torchtitan's adapter of Qwen3.5 makes a missing head of the embedding
+    model.load_state_dict(state_dict | read)
 
 
-def _check_fits(adapter, reader: HuggingFaceStorageReader, directory: Path, *, head: bool) -> None:
+def _check_fits(adapter, reader: HuggingFaceStorageReader, directory: Path, shape: DecoderShape, *, head: bool) -> None:
     """Raises ValueError unless the files have the tensors of the adapter's model, in their sizes, and no others. A head
-    that is tied or not read and tables of the rotary embedding may be there."""
+    that is tied or not read, tables of the rotary embedding and parts that the family leaves out may be there."""
     with torch.device("meta"):  # the whole model: a rank's own state has its own experts alone
         whole = adapter.model_config.build()
     state = adapter.to_hf(lora.base_state(whole.state_dict()))
@@ -47,7 +50,8 @@ def _check_fits(adapter, reader: HuggingFaceStorageReader, directory: Path, *, h
     entries = reader.read_metadata().state_dict_metadata
     sizes: dict[str, tuple[int, ...]] = {name: tuple(getattr(entry, "size", ())) for name, entry in entries.items()}
     computed = [re.escape(name).replace(r"\{\}", r"\d+") for name, ours in adapter.from_hf_map.items() if ours is None]
-    unread = re.compile("|".join(["lm_head\\.weight", *computed]))
+    others = [re.escape(beginning) + ".*" for beginning in shape.other_weights]
+    unread = re.compile("|".join(["lm_head\\.weight", *computed, *others]))
     wrong = [f"{name} is missing" for name in state if name not in sizes]
     wrong += [
         f"{name} is {list(sizes[name])}, not {list(tensor.shape)}"

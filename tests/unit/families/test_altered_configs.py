@@ -7,10 +7,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.kit.view import VIEW
-from tests.unit.families.shapes import LLAMA, SIZES, YARN
+from tests.unit.families.shapes import DELTA, LLAMA, SIZES, YARN
 from tests.unit.families.test_families import LENGTH, logprobs, perturbed, reference_logprobs
 from torchtitan_rl.config.model import ModelConfig
-from torchtitan_rl.families import ExpertsShape, Llama3Shape, Qwen2Shape, Qwen3Shape, shape_of_hf
+from torchtitan_rl.families import ExpertsShape, Llama3Shape, Qwen2Shape, Qwen3Shape, Qwen35Shape, shape_of_hf
 from torchtitan_rl.model.spec import build_spec, training_spec
 from torchtitan_rl.weights.hf import write_hf_dir
 
@@ -74,12 +74,28 @@ ALTERED = [  # each is tried with every family; None leaves a key out
     {"initializer_range": 0.5},
     {"use_cache": False},
     {"pretraining_tp": 2},
+    {"attn_output_gate": False},
+    {"mamba_ssm_dtype": "bfloat16"},
+    {"full_attention_interval": 2},
+    {"full_attention_interval": 2, "layer_types": None},
+    {"layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"]},
+    {"layer_types": ["linear_attention", "full_attention"] * 2},
+    {"linear_conv_kernel_dim": 3},
+    {"linear_num_key_heads": 4},
+    {"linear_num_value_heads": 2},
+    {"linear_key_head_dim": 8},
+    {"linear_value_head_dim": 16},
+    {"linear_value_head_dim": None},
+    {"partial_rotary_factor": None, "rope_parameters": None},
+    {"mlp_only_layers": [1]},
+    {"shared_expert_intermediate_size": 16},
 ]
 BASES = {
     "qwen3": Qwen3Shape(**SIZES, rope_theta=1e4).to_hf(1, 0),
     "qwen3-moe": Qwen3Shape(**SIZES, rope_theta=1e4, experts=ExpertsShape(num_experts=4, top_k=2)).to_hf(1, 0),
     "llama3": Llama3Shape(**SIZES, rope_theta=1e4).to_hf(1, 0),
     "qwen2": Qwen2Shape(**SIZES, rope_theta=1e4).to_hf(1, 0),
+    "qwen3_5": Qwen35Shape(**SIZES | {"n_layers": 4}, **DELTA, rope_theta=1e4).to_hf(1, 0),
 }
 
 
@@ -104,6 +120,7 @@ def test_an_altered_config_is_refused_or_computed(base, altered, tmp_path):
     if (shape := accepted(content)) is None:
         return
     spec = training_spec(build_spec(ModelConfig(shape=shape)), VIEW, attention="sdpa", chunk_bytes=2**20)
+    torch.manual_seed(0)
     ours = spec.model.build()
     ours.init_weights()
     perturbed(ours)

@@ -1,8 +1,12 @@
 """The gated delta rule and its convolution beside plain loops, and documents that do not see each other."""
 
+import dataclasses
+from dataclasses import dataclass
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torchtitan.protocols.module import Module
 
 from tests.kit.view import VIEW
 from tests.unit.families.shapes import SHAPES
@@ -82,12 +86,13 @@ def test_a_state_goes_on_where_a_document_was_cut():
 def test_the_convolution_begins_anew_in_every_document_after_its_history():
     x, weight = drawn()[0][0].flatten(1), torch.randn(12, 4, dtype=torch.float64)
     history = torch.randn(len(LENGTHS), 3, 12, dtype=torch.float64)
-    expected = []
+    expected, last = [], []
     for document, before in zip(x.split(LENGTHS), history, strict=True):
-        stream = torch.cat([before, document]).T[None]
-        expected.append(F.silu(F.conv1d(stream, weight[:, None], groups=12))[0].T)
+        stream = torch.cat([before, document])
+        expected.append(F.silu(F.conv1d(stream.T[None], weight[:, None], groups=12))[0].T)
+        last.append(stream[-3:])
     chunks = Chunks.build(LENGTHS, CPU)
-    torch.testing.assert_close(causal_conv(x, weight, chunks, history), torch.cat(expected))
+    torch.testing.assert_close(causal_conv(x, weight, chunks, history), (torch.cat(expected), torch.stack(last)))
     zeros = torch.zeros_like(history)
     torch.testing.assert_close(causal_conv(x, weight, chunks), causal_conv(x, weight, chunks, zeros))
 
@@ -116,3 +121,52 @@ def test_packed_documents_do_not_see_each_other():
     assert gradient[third].abs().min() > 0
     gradient[third] = 0
     assert not gradient.any()
+
+
+class Places(Module):
+    """The states of two sequences, of which a call may compute one."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        sizes: tuple[tuple[int, ...], ...]
+
+    def __init__(self, config):
+        super().__init__()
+        self.kept = [torch.zeros(2, *size) for size in config.sizes]
+        self.lengths, self.places = (), []
+
+    def begin(self):
+        return self.lengths
+
+    def read(self, kind, columns=slice(None)):
+        return self.kept[kind][..., columns][self.places]
+
+    def keep(self, kind, values, columns=slice(None)):
+        self.kept[kind][..., columns][self.places] = values
+
+
+def test_a_layer_goes_on_where_its_states_were_kept():
+    """Two sequences of 70 and 9 tokens: alone, together, and token by token."""
+    shape = SHAPES["qwen3_5"]
+    config = (
+        training_spec(build_spec(ModelConfig(shape=shape)), VIEW, attention="sdpa", chunk_bytes=2**20)
+        .model.layers[0]
+        .delta_net
+    )
+    torch.manual_seed(0)
+    whole = config.build()
+    whole.init_states(buffer_device=None)
+    layer = dataclasses.replace(config, states=Places.Config(sizes=shape.state_sizes)).build()
+    layer.load_state_dict(whole.state_dict())
+    x = torch.randn(2, 70, shape.dim)
+    expected = whole(torch.cat([x[0], x[1, :9]])[None], PackedDocuments.build([70, 9]))[0]
+    steps = [([0], (66,)), ([0, 1], (1, 5)), ([1, 0], (1, 3)), ([1], (1,)), ([1], (2,))]
+    outputs, done = {0: [], 1: []}, [0, 0]
+    with torch.no_grad():
+        for places, lengths in steps:
+            layer.states.places, layer.states.lengths = places, lengths
+            parts = [x[place, done[place] : done[place] + length] for place, length in zip(places, lengths)]
+            for place, out in zip(places, layer(torch.cat(parts)[None])[0].split(lengths)):
+                outputs[place].append(out)
+                done[place] += len(out)
+    torch.testing.assert_close(torch.cat(outputs[0] + outputs[1]), expected, atol=1e-5, rtol=1e-5)

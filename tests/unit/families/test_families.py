@@ -8,8 +8,6 @@ from typing import ClassVar
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from transformers.models.qwen3_5 import modeling_qwen3_5
-from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
 
 from tests.kit.view import VIEW
 from tests.unit.families.shapes import SHAPES, SIZES
@@ -29,6 +27,11 @@ def perturbed(model, seed=0):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+        for name, parameter in model.named_parameters():
+            if name.endswith(
+                "A_log"
+            ):  # states that last: what a fast head says is one product, which may be all rounding
+                parameter.sub_(5.0)
         for name, buffer in model.named_buffers():
             if name.endswith("expert_bias_E"):
                 buffer.add_(torch.randn(buffer.shape, generator=generator) * 0.3)
@@ -71,10 +74,8 @@ def reference_logprobs(model, tokens):
     return model(tokens).logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
 
 
-def test_log_probabilities_and_gradients_are_those_of_transformers(both, monkeypatch):
+def test_log_probabilities_and_gradients_are_those_of_transformers(both):
     shape, ours, adapter, theirs = both
-    # In chunks, transformers sums decays in float32: its gradients of fast heads are 3e-4 from those in float64.
-    monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", torch_recurrent_gated_delta_rule)
     tokens = torch.randint(0, shape.vocab_size, (1, LENGTH), generator=torch.Generator().manual_seed(1))
     for model in (ours, theirs):
         model.zero_grad()

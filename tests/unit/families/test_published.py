@@ -1,6 +1,7 @@
 """The config.json of published models: read, and counted as transformers counts them.
 
-The contents are written by hand, as the models' pages on the Hub showed them.
+The contents are written by hand, as the models' pages on the Hub showed them; Qwen3.5's sizes are those of torchtitan's
+registry.
 """
 
 import pytest
@@ -87,6 +88,40 @@ QWEN2 = dict(
     vocab_size=151936,
 )
 
+QWEN3_5_TEXT = dict(
+    attention_bias=False,
+    attention_dropout=0.0,
+    attn_output_gate=True,
+    bos_token_id=None,
+    dtype="bfloat16",
+    eos_token_id=248044,
+    full_attention_interval=4,
+    head_dim=256,
+    hidden_act="silu",
+    initializer_range=0.02,
+    linear_conv_kernel_dim=4,
+    linear_key_head_dim=128,
+    linear_num_key_heads=16,
+    linear_value_head_dim=128,
+    mamba_ssm_dtype="float32",
+    max_position_embeddings=262144,
+    mlp_only_layers=[],
+    model_type="qwen3_5_text",
+    mtp_num_hidden_layers=1,
+    mtp_use_dedicated_embeddings=False,
+    partial_rotary_factor=0.25,
+    rms_norm_eps=1e-06,
+    rope_parameters=dict(
+        mrope_interleaved=True,
+        mrope_section=[11, 11, 10],
+        partial_rotary_factor=0.25,
+        rope_theta=10000000,
+        rope_type="default",
+    ),
+    use_cache=True,
+    vocab_size=248320,
+)
+
 
 def sizes(dim, inner, layers, heads, *, kv=None, tied, **more):
     fields = dict(hidden_size=dim, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads)
@@ -94,6 +129,24 @@ def sizes(dim, inner, layers, heads, *, kv=None, tied, **more):
 
 
 LONGER = dict(LLAMA["rope_scaling"], factor=32.0)
+
+
+def qwen3_5(text, *, tied):
+    """The config.json of a whole model, which sees images."""
+    kinds = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
+    return dict(
+        architectures=["Qwen3_5ForConditionalGeneration"],
+        image_token_id=248056,
+        model_type="qwen3_5",
+        text_config=QWEN3_5_TEXT | text | {"layer_types": kinds * (text["num_hidden_layers"] // 4)},
+        tie_word_embeddings=tied,
+        video_token_id=248057,
+        vision_config={"depth": 12, "hidden_size": 768, "model_type": "qwen3_5"},
+        vision_end_token_id=248054,
+        vision_start_token_id=248053,
+    )
+
+
 PUBLISHED = {  # name -> (config.json, parameters)
     "Qwen3-0.6B": (QWEN3 | sizes(1024, 3072, 28, 16, tied=True, max_window_layers=28), 596_049_920),
     "Qwen3-1.7B": (QWEN3 | sizes(2048, 6144, 28, 16, tied=True, max_window_layers=28), 1_720_574_976),
@@ -130,6 +183,14 @@ PUBLISHED = {  # name -> (config.json, parameters)
     "Qwen2.5-7B": (QWEN2 | sizes(3584, 18944, 28, 28, kv=4, tied=False, vocab_size=152064), 7_615_616_512),
     "Qwen2.5-14B": (QWEN2 | sizes(5120, 13824, 48, 40, kv=8, tied=False, vocab_size=152064), 14_770_033_664),
     "Qwen2.5-32B": (QWEN2 | sizes(5120, 27648, 64, 40, kv=8, tied=False, vocab_size=152064), 32_763_876_352),
+    "Qwen3.5-0.8B, its text part": (
+        qwen3_5(sizes(1024, 3584, 24, 8, kv=2, tied=True, linear_num_value_heads=16), tied=True),
+        752_393_024,
+    ),
+    "Qwen3.5-27B, its text part": (
+        qwen3_5(sizes(5120, 17408, 64, 24, kv=4, tied=False, linear_num_value_heads=48), tied=False),
+        26_895_998_464,
+    ),
     "Qwen2.5-72B": (QWEN2 | sizes(8192, 29568, 80, 64, kv=8, tied=False, vocab_size=152064), 72_706_203_648),
 }
 
@@ -140,7 +201,7 @@ def test_a_published_config_is_read_and_counted(name):
     shape = shape_of_hf(dict(content), f"model.assets={name!r}")
     assert shape.num_parameters == parameters
     with torch.device("meta"):
-        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**content))
+        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**content).get_text_config())
     assert sum(parameter.numel() for parameter in theirs.parameters()) == parameters
     assert shape_of_hf(theirs.config.to_dict(), name) == shape  # as this transformers writes it
     assert shape_of_hf(shape.to_hf(1, 0), name) == shape

@@ -5,7 +5,7 @@ import torch
 from tests.kit.refusal import refusal
 from tests.kit.run_config import run_config
 from tests.unit.families.shapes import LATENT, SIZES
-from torchtitan_rl.families import DeepseekV3Shape, Qwen2Shape, Qwen35Shape
+from torchtitan_rl.families import DeepseekV3Shape, Qwen2Shape
 from torchtitan_rl.validation.run import validate
 
 
@@ -46,16 +46,6 @@ def test_the_cache_holds_a_sequence():
     for nothing in (0.0, -1.0, float("nan")):
         config.generator.kv_cache_gib = nothing
         assert "use at least" in refusal(validate, config)
-
-
-def test_a_family_that_generators_cannot_run_is_refused():
-    config = run_config()
-    sizes = dict(vocab_size=64, dim=64, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=32, hidden_dim=96)
-    config.model.shape = Qwen35Shape(**sizes, n_key_heads=2, n_value_heads=4, key_head_dim=16, value_head_dim=32)
-    assert refusal(validate, config) == (
-        "model.shape=qwen3_5: keeps a state for each sequence, which the generators of this package do not hold yet; "
-        "use a model of another family"
-    )
 
 
 def test_vllms_own_model_is_refused_where_it_computes_another(monkeypatch):

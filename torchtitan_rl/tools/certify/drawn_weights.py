@@ -11,7 +11,11 @@ import torch
 
 __all__ = ["draw_weights"]
 
-_EMBEDDING, _RESIDUAL, _BEFORE_HEAD_NORM, _LOGITS = 0.04, 0.3, 0.1, 1.5
+_EMBEDDING, _RESIDUAL, _BEFORE_HEAD_NORM, _BEFORE_STATE, _LOGITS = 0.04, 0.3, 0.1, 0.03, 1.5
+_LOG_RATES = (-4.0, 0.0)
+"""Logarithms of the rates at which states decay: states then last from one token to a hundred. With faster ones no
+state of a chunk of 64 tokens would reach the next chunk, and an output of one term in the place of many can be all
+rounding, which the norm after it makes as large as any other."""
 _WRITES_RESIDUAL = ("o_proj.weight", "down_proj.weight", "down_proj", "out_proj.weight")
 
 
@@ -26,10 +30,14 @@ def draw_weights(model: torch.nn.Module, seed: int = 0) -> None:
         drawn = torch.randn(parameter.shape, generator=generator)
         if name.endswith("bias"):
             drawn *= 0.3
+        elif name.endswith("A_log"):
+            drawn = torch.empty(parameter.shape).uniform_(*_LOG_RATES, generator=generator)
         elif parameter.dim() == 1:
             drawn = 0.5 + torch.rand(parameter.shape, generator=generator)
             if name.endswith("model.norm.weight") and tied:  # makes up for the small embedding
                 drawn *= _LOGITS / (_EMBEDDING * parameter.shape[0] ** 0.5)
+            if not parameter.any():  # a norm whose scale is 1 + weight
+                drawn -= 1
         elif "embed_tokens" in name:
             drawn *= _EMBEDDING
         else:
@@ -38,6 +46,8 @@ def draw_weights(model: torch.nn.Module, seed: int = 0) -> None:
                 drawn *= _LOGITS
             elif name.endswith(_WRITES_RESIDUAL):
                 drawn *= _RESIDUAL
+            elif name.endswith("in_proj_qkv.weight"):
+                drawn *= _BEFORE_STATE
             elif head_norms and name.endswith(("q_proj.weight", "k_proj.weight")):
                 drawn *= _BEFORE_HEAD_NORM
         parameter.copy_(drawn)

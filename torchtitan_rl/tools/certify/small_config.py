@@ -40,7 +40,10 @@ def debug_config(name: str) -> dict[str, Any]:
 
 
 def small_config(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """A smaller model of the same kind, in float32. `hf` describes a model that a family has read."""
+    """A smaller model of the same kind, in float32. `hf` describes a model that a family has read; of a model that sees
+    images too, its text part stays."""
+    if hf.get("text_config"):
+        hf = {"tie_word_embeddings": hf.get("tie_word_embeddings")} | hf["text_config"]
     small = dict(hf)
     heads, kv_heads = hf["num_attention_heads"], hf.get("num_key_value_heads") or hf["num_attention_heads"]
     group, head_dim, hidden = heads // kv_heads, _head_dim(), hf["hidden_size"]
@@ -55,6 +58,8 @@ def small_config(hf: Mapping[str, Any]) -> dict[str, Any]:
         small |= _small_latents(hf, head_dim)
     elif hf.get("head_dim"):
         small["head_dim"] = head_dim
+    if hf.get("linear_num_key_heads"):
+        small |= _small_delta_nets(hf)
     for name in ("intermediate_size", "moe_intermediate_size"):
         if hf.get(name):
             small[name] = max(32, 32 * round(min(hf[name] / hidden, 4) * small["hidden_size"] / 32))
@@ -86,6 +91,18 @@ def _small_latents(hf: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
     small |= {"head_dim": head_dim // 2, "kv_lora_rank": min(hf["kv_lora_rank"], 48)}  # transformers': the rotated half
     small["first_k_dense_replace"] = min(hf["first_k_dense_replace"], 1)
     return small | {"q_lora_rank": hf["q_lora_rank"] and min(hf["q_lora_rank"], 40)}
+
+
+def _small_delta_nets(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes of gated delta nets: as many value heads for a key head, and states that are not square."""
+    keys, values = hf["linear_num_key_heads"], hf["linear_num_value_heads"]
+    small = min(keys, 2)
+    return dict(
+        linear_num_key_heads=small,
+        linear_num_value_heads=small * (values // keys),
+        linear_key_head_dim=min(hf["linear_key_head_dim"], 16),
+        linear_value_head_dim=min(hf["linear_value_head_dim"], 32),
+    )
 
 
 def _head_dim() -> int:

@@ -15,7 +15,7 @@ from torchtitan_rl.config.run import COLOCATION, RunConfig
 from torchtitan_rl.families import DecoderShape
 from torchtitan_rl.model.flops import forward_flops
 from torchtitan_rl.model.memory import generator_parts
-from torchtitan_rl.model.shape import kv_bytes_per_token, resolve_shape
+from torchtitan_rl.model.shape import kv_bytes_per_token, resolve_shape, state_bytes
 from torchtitan_rl.tools.rehearse.hardware import REACHED, Hardware
 from torchtitan_rl.tools.rehearse.links import Links
 from torchtitan_rl.tools.rehearse.work import BatchWork, RoleWork
@@ -122,11 +122,12 @@ def _generate(config: RunConfig, work: BatchWork, hardware: Hardware) -> dict[st
     tp, memory = generator.tensor_parallel_degree, generator_parts(generator, shape)
     sequences = -(-work.num_completions // generator.num_replicas)
     itemsize = 2 if generator.dtype == "bfloat16" else 4
-    per_token = kv_bytes_per_token(generator, shape)
+    per_token, states = kv_bytes_per_token(generator, shape), state_bytes(generator, shape)
     length = work.prompt_tokens + work.completion_tokens
-    together = max(1, min(sequences, generator.max_num_seqs, memory["kv_cache"] // (per_token * length)))
+    together = max(1, min(sequences, generator.max_num_seqs, memory["kv_cache"] // (per_token * length + states)))
     iterations = -(-sequences // together) * work.completion_tokens
-    cache = sequences * work.completion_tokens * per_token * (work.prompt_tokens + work.completion_tokens / 2)
+    cached = per_token * (work.prompt_tokens + work.completion_tokens / 2) + 2 * states  # states are written, too
+    cache = sequences * work.completion_tokens * cached
     read = (iterations * memory["weights"] + cache) / (hardware.hbm_gb_s * _GIGA * REACHED["memory"])
     speed = _peak(generator.dtype, hardware) * REACHED["compute"] * tp
     token = forward_flops(shape, length)

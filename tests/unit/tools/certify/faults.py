@@ -5,6 +5,7 @@ plan.
 """
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,8 @@ from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
 
-from torchtitan_rl.families import Llama3Shape, Qwen2Shape, Qwen3Shape
+from torchtitan_rl.families import Llama3Shape, Qwen2Shape, Qwen3Shape, Qwen35Shape
+from torchtitan_rl.families.delta_net import DeltaKernel
 from torchtitan_rl.model.attention import PackedDocuments
 from torchtitan_rl.weights import layout
 from torchtitan_rl.weights.versioned import MemoryStore
@@ -156,6 +158,30 @@ def frozen_bias(layer, shape):
     linear.wqkv = FrozenBias.Config(**values)
 
 
+class ForgetfulKernel(DeltaKernel):
+    """A gated delta rule that passes no state on from one chunk of 64 tokens to the next."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(DeltaKernel.Config):
+        pass
+
+    def forward(self, *inputs, cu_seqlens=None, cu_seqlens_cpu=None):
+        ends = [0]
+        for begin, end in itertools.pairwise(cu_seqlens_cpu.tolist()):
+            ends += [*range(begin + 64, end, 64), end]
+        return super().forward(*inputs, cu_seqlens_cpu=torch.tensor(ends))
+
+
+def no_memory(layer, shape):
+    if layer.delta_net is not None:
+        layer.delta_net.kernel = ForgetfulKernel.Config()
+
+
+def wrong_eps_of_outputs(layer, shape):
+    if layer.delta_net is not None:
+        layer.delta_net.norm.eps = 1e-5
+
+
 # Work laid out.
 
 
@@ -233,6 +259,8 @@ OF_TRAINER = {
     ),
     "epsilon of heads": ("qwen3", altered(Qwen3Shape, layers(wrong_eps_of_heads)), "layers.0.attention.q_norm"),
     "gate and up swapped": ("qwen3", altered(Qwen3Shape, gate_is_up), "layers.0.feed_forward"),
+    "states end with a chunk": ("qwen3_5", altered(Qwen35Shape, layers(no_memory)), "layers.0.attn"),
+    "epsilon of outputs": ("qwen3_5", altered(Qwen35Shape, layers(wrong_eps_of_outputs)), "layers.0.attn.norm"),
     "no renormalisation": ("qwen3+moe", altered(Qwen3Shape, layers(no_renormalisation)), "layers.0.moe"),
 }
 """Name -> (model, family with the fault, what the broken line names). The trainer of one rank shows them."""

@@ -48,7 +48,9 @@ def of_trainer(shape, hf, directory):
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("name", ["qwen3", "qwen3+moe", "llama3", "qwen2", "qwen2+yarn", "gpt-oss", "deepseek-v3"])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "qwen3+moe", "llama3", "qwen2", "qwen2+yarn", "qwen3_5", "gpt-oss", "deepseek-v3"]
+)
 def test_a_healthy_family_breaks_no_line_and_every_parameter_has_a_gradient(name, tmp_path):
     hf = config_of(name)
     certification, checks = of_trainer(shape_of_hf(hf, "m"), hf, tmp_path)

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.kit.refusal import refusal
+from tests.unit.families.test_published import PUBLISHED
 from torchtitan_rl.families import BUILT_IN, Qwen3Shape, shape_of_hf
 from torchtitan_rl.families.rope import Llama3Scaling, YarnScaling
 from torchtitan_rl.tools.certify.small_config import CONTEXT, debug_config, small_config
@@ -100,6 +101,14 @@ def test_one_layer_of_every_kind_is_left():
     content = small_config(QWEN_2_5_7B | {"layer_types": kinds, "num_hidden_layers": 8, "sliding_window": 4096})
     assert content["num_hidden_layers"] == 4 and content["layer_types"] == kinds[:4]
     assert content["sliding_window"] == 16 and content["max_window_layers"] == 4
+
+
+def test_the_text_part_of_a_model_that_sees_images_is_left():
+    shape = small(PUBLISHED["Qwen3.5-27B, its text part"][0])
+    assert (shape.n_key_heads, shape.n_value_heads) == (2, 6)  # of 16 and 48
+    assert (shape.key_head_dim, shape.value_head_dim, shape.conv_size, shape.rotary_factor) == (16, 32, 4, 0.25)
+    assert shape.n_layers == shape.full_attention_interval == 4 and not shape.tie_embeddings
+    assert small(PUBLISHED["Qwen3.5-0.8B, its text part"][0]).tie_embeddings
 
 
 @pytest.mark.parametrize("family", BUILT_IN)
