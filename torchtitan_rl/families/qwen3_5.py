@@ -8,7 +8,7 @@ import json
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from annotated_types import Ge, Gt, Interval
 
@@ -119,7 +119,7 @@ class Qwen35Shape(DecoderShape):
         layers += self.n_layers * (3 * self.dim * self.hidden_dim + 2 * self.dim)
         return self.vocab_size * self.dim * (1 if self.tie_embeddings else 2) + layers + self.dim
 
-    def own_model_fault(self, device: Literal[cpu, cuda]) -> str:
+    def own_model_fault(self, device: Literal["cpu", "cuda"]) -> str:
         if device == "cpu":
             return f"on a CPU the kernels of vLLM's own {self.name} take bfloat16 alone, and the trainer has float32"
         if importlib.util.find_spec("torchvision") is None:
