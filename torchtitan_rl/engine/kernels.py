@@ -107,7 +107,8 @@ def _rotated(query, key, positions, head_dim, table, *, halves):
 
 class PackedLinear(Linear):
     """A linear layer that multiplies by a second copy of its matrix, packed for the CPU's matrix product. Where
-    `platform.packs_matrices` says no, and before the first `pack`, it is torchtitan's."""
+    `platform.packs_matrices` says no, and before the first `pack`, it is torchtitan's. The subclass for tensor-parallel
+    ranks is in `slices`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
@@ -161,7 +162,7 @@ class SplitQKVLinear(FusedQKVLinear):
         if self._packed is None:
             query, key, value = super().forward(input[None])
             return query[0].flatten(1), key[0].flatten(1), value[0].flatten(1)
-        return ops.onednn_mm(self._packed, input, self._packed_bias).split(self._sizes, dim=-1)  # type: ignore[return-value]
+        return ops.onednn_mm(self._packed, input, self._packed_bias).split(self._sizes, dim=-1)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """torchtitan's interface: (1, tokens, heads, head_dim) each."""
@@ -226,7 +227,7 @@ def changed(config: Module.Config, config_class: type[Module.Config], **changes:
 
 def pack_matrices(model: torch.nn.Module) -> None:
     """Packs the matrices of a model whose parameters have changed, where the platform packs."""
-    if platform.packs_matrices():
+    if platform.packs_matrices() and ops._supports_onednn:  # a build without oneDNN multiplies by plain matrices
         for module in model.modules():
             if isinstance(module, PackedLinear | SplitQKVLinear):
                 module.pack()

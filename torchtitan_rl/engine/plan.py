@@ -136,8 +136,9 @@ def _delta_net(delta_net: DeltaNet.Config, layer: int, tp: int) -> DeltaNet.Conf
         name: dataclasses.replace(getattr(delta_net, name), in_channels=size, out_channels=size, groups=size)
         for name, size in channels.items()
     }
-    return dataclasses.replace(
+    return changed(
         delta_net,
+        type(delta_net),
         **{name: _column_parallel(getattr(delta_net, name), tp) for name in linears},
         **convolutions,
         out_proj=_row_parallel(delta_net.out_proj, tp),

@@ -18,7 +18,8 @@ __all__ = ["AmplifiedCosSinRoPE", "half_rotation"]
 
 
 class AmplifiedCosSinRoPE(CosSinRoPE):
-    """Rotates halves, and multiplies what it rotates by `amplitude`."""
+    """Rotates halves, and multiplies what it rotates by `amplitude`. Generators have a subclass, of one
+    kernel."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(CosSinRoPE.Config):
