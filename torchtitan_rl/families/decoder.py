@@ -143,7 +143,13 @@ class DecoderShape(ABC):
                 f"{where}: its config.json says model_type={hf.get('model_type')!r}, and the family {cls.name} has "
                 f"{kinds}; give model.shape or model.family of the model's own family"
             )
-        return cls(**cls._fields_of_hf(hf, where))
+        fields = cls._fields_of_hf(hf, where)
+        try:
+            return cls(**fields)
+        except ValueError as error:  # sizes that do not go together
+            raise ValueError(
+                f"{where}: its config.json is of no {cls.name}: {error}; fetch the directory again"
+            ) from None
 
     @classmethod
     def from_hf(cls, config_json: Path) -> Self:

@@ -185,7 +185,12 @@ class DeepseekV3Shape(DecoderShape):
         required(hf, (*_READ, number, "n_group", "topk_group", "rms_norm_eps"), where)
         if "q_lora_rank" not in hf:
             required(hf, ("q_lora_rank",), where)
-        return sizes_of_hf(hf, where, inner="moe_intermediate_size") | {
+        if hf.get("num_local_experts", hf[number]) != hf[number]:
+            raise ValueError(
+                f"{where}: its config.json says n_routed_experts={hf[number]} and num_local_experts="
+                f"{hf['num_local_experts']}, two names of one number; keep the right one"
+            )
+        return sizes_of_hf(hf, where, inner="moe_intermediate_size", heads=("num_key_value_heads",)) | {
             "head_dim": hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"],
             "experts": ExpertsShape(
                 num_experts=hf[number], top_k=hf["num_experts_per_tok"], load_balance_coeff=hf.get("load_balance_coeff")

@@ -105,7 +105,7 @@ class GptOssShape(DecoderShape):
         number = "num_local_experts" if "num_local_experts" in hf else "num_experts"
         rope = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
         # transformers has values for what a config.json lacks, and some differ from those of other families.
-        required(hf, (number, "num_experts_per_tok", "sliding_window", "head_dim", rope), where)
+        required(hf, (number, "num_experts_per_tok", "sliding_window", rope), where)
         if hf[rope].get("rope_theta") is None:
             required(hf, ("rope_theta",), where)
         kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(hf["num_hidden_layers"])]
@@ -115,7 +115,7 @@ class GptOssShape(DecoderShape):
                 "0, 2, 4, ... have a sliding window is supported"
             )
         _, scaling = rope_of(hf, where)
-        return sizes_of_hf({"rms_norm_eps": 1e-5} | hf, where) | {
+        return sizes_of_hf({"rms_norm_eps": 1e-5} | hf, where, heads=("num_key_value_heads", "head_dim")) | {
             "experts": ExpertsShape(
                 num_experts=hf[number], top_k=hf["num_experts_per_tok"], load_balance_coeff=hf.get("load_balance_coeff")
             ),

@@ -7,10 +7,19 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.kit.view import VIEW
-from tests.unit.families.shapes import DELTA, LLAMA, SIZES, YARN
+from tests.unit.families.shapes import DELTA, LATENT, LLAMA, SIZES, WINDOW, YARN
 from tests.unit.families.test_families import LENGTH, logprobs, perturbed, reference_logprobs
 from torchtitan_rl.config.model import ModelConfig
-from torchtitan_rl.families import ExpertsShape, Llama3Shape, Qwen2Shape, Qwen3Shape, Qwen35Shape, shape_of_hf
+from torchtitan_rl.families import (
+    DeepseekV3Shape,
+    ExpertsShape,
+    GptOssShape,
+    Llama3Shape,
+    Qwen2Shape,
+    Qwen3Shape,
+    Qwen35Shape,
+    shape_of_hf,
+)
 from torchtitan_rl.model.spec import build_spec, training_spec
 from torchtitan_rl.weights.hf import write_hf_dir
 
@@ -89,6 +98,30 @@ ALTERED = [  # each is tried with every family; None leaves a key out
     {"partial_rotary_factor": None, "rope_parameters": None},
     {"mlp_only_layers": [1]},
     {"shared_expert_intermediate_size": 16},
+    {"swiglu_limit": 0.3},
+    {"swiglu_limit": None},
+    {"swiglu_alpha": 1.0},
+    {"sliding_window": 3},
+    {"sliding_window": None},
+    {"layer_types": ["full_attention", "sliding_attention"]},
+    {"num_local_experts": 3},
+    {"experts_per_token": 1},
+    {"routed_scaling_factor": 1.0},
+    {"n_group": 2, "topk_group": 1},
+    {"topk_group": None},
+    {"scoring_func": "softmax"},
+    {"topk_method": "greedy"},
+    {"moe_layer_freq": 2},
+    {"first_k_dense_replace": 2},
+    {"n_shared_experts": 1},
+    {"n_routed_experts": 6},
+    {"q_lora_rank": 12},
+    {"q_lora_rank": None},
+    {"kv_lora_rank": 12},
+    {"qk_rope_head_dim": 16, "head_dim": 16},
+    {"v_head_dim": 16},
+    {"rope_interleave": False},
+    {"num_nextn_predict_layers": 1},
 ]
 BASES = {
     "qwen3": Qwen3Shape(**SIZES, rope_theta=1e4).to_hf(1, 0),
@@ -96,6 +129,10 @@ BASES = {
     "llama3": Llama3Shape(**SIZES, rope_theta=1e4).to_hf(1, 0),
     "qwen2": Qwen2Shape(**SIZES, rope_theta=1e4).to_hf(1, 0),
     "qwen3_5": Qwen35Shape(**SIZES | {"n_layers": 4}, **DELTA, rope_theta=1e4).to_hf(1, 0),
+    "gpt-oss": GptOssShape(
+        **SIZES, rope_theta=1e4, experts=ExpertsShape(num_experts=4, top_k=2), sliding_window=WINDOW
+    ).to_hf(1, 0),
+    "deepseek": DeepseekV3Shape(**LATENT | {"n_layers": 2}, rope_theta=1e4).to_hf(1, 0),
 }
 
 

@@ -28,9 +28,7 @@ def perturbed(model, seed=0):
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
         for name, parameter in model.named_parameters():
-            if name.endswith(
-                "A_log"
-            ):  # states that last: what a fast head says is one product, which may be all rounding
+            if name.endswith("A_log"):  # states that last: of a fast one an output is one product, perhaps all rounding
                 parameter.sub_(5.0)
         for name, buffer in model.named_buffers():
             if name.endswith("expert_bias_E"):
