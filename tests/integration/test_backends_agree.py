@@ -20,7 +20,8 @@ pytestmark = pytest.mark.whole
 
 def unclocked(line: dict) -> dict:
     """A line of metrics without what a clock measured."""
-    return {name: value for name, value in line.items() if not name.startswith("time/") and not name.endswith("_per_s")}
+    clocked = ("time/", "perf/")
+    return {name: value for name, value in line.items() if not name.startswith(clocked) and not name.endswith("_per_s")}
 
 
 WATCHED = f"""

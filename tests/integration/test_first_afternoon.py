@@ -175,7 +175,8 @@ def resumed(loop, run):
 
 def of(phase, lines):
     """The lines of a phase, without what a clock measured."""
-    return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines if line["phase"] == phase]
+    clocked = ("time/", "perf/")
+    return [{k: v for k, v in line.items() if not k.startswith(clocked)} for line in lines if line["phase"] == phase]
 
 
 def test_adapters_a_reference_and_an_early_stop_from_the_command_line_alone(here, tmp_path):

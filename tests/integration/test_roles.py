@@ -99,7 +99,8 @@ def transport(apart, request):
 
 
 def _numbers(line: dict) -> dict:
-    return {name: value for name, value in line.items() if not name.startswith("time/") and not name.endswith("_per_s")}
+    clocked = ("time/", "perf/")
+    return {name: value for name, value in line.items() if not name.startswith(clocked) and not name.endswith("_per_s")}
 
 
 def test_a_batch_is_whole_minibatches_and_one_line(apart):

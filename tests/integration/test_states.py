@@ -9,6 +9,7 @@ from tests.integration.conftest import small_config
 from tests.integration.helpers import flat, random_datums, relative_l2
 from tests.integration.layouts import client, trainer_config, trainer_mesh
 from tests.integration.test_on_update import across_a_pull, gaps
+from torchtitan_rl import platform
 from torchtitan_rl.algorithm.losses import importance_sampling
 from torchtitan_rl.config.model import ModelConfig, Qwen35Shape
 from torchtitan_rl.model.shape import kv_bytes_per_token, state_bytes
@@ -131,6 +132,27 @@ def test_the_engine_computes_what_the_trainer_does(loop, tmp_path, backend, chan
                 await check(controller, ASKED, await sampled(controller, ASKED))
 
     loop.run_until_complete(run())
+
+
+def test_a_prompt_that_is_cut_has_the_numbers_of_a_whole_one(loop, tmp_path, monkeypatch):
+    """As on a GPU: an iteration of 256 tokens computes the end of one prompt and the beginning of the next. Scoring
+    draws no random number, which is why a CPU may cut these prompts."""
+    from torchtitan_rl.train.controller import Controller
+
+    monkeypatch.setattr(platform, "can_cut_prompts", lambda: True)
+    draw = torch.Generator().manual_seed(0)
+    documents = [torch.randint(3, 60, (length,), generator=draw) for length in (200, 150, 180, 90, 240)]
+
+    async def run():
+        config = config_of(tmp_path / "run", generator__max_num_batched_tokens=256)
+        async with await Controller.launch(config, backend="local") as controller:
+            await controller.publish()
+            scores = await asyncio.gather(*(controller.generator.score(d.tolist()) for d in documents))
+            data = [Datum(tokens=d[:-1], target_tokens=d[1:], loss_inputs={}) for d in documents]
+            return scores, (await controller.trainer.forward(data)).policy_logprobs
+
+    scores, trained = loop.run_until_complete(run())
+    torch.testing.assert_close([torch.tensor(list(s)) for s in scores], trained, rtol=0, atol=2e-5)
 
 
 @pytest.fixture(scope="module")

@@ -59,6 +59,7 @@ def pretended(world: World, config: RunConfig) -> Iterator[None]:
     changes: list[Change] = [
         (controller, "validate", _nothing),
         (ActorBackend, "hosts_for", _nothing),
+        (ActorBackend, "device_name", _nothing),
         (ActorBackend, "launcher", lambda *args: FakeLauncher(world)),
         (controller, "read_inputs", _inputs),
         (controller, "start", start),

@@ -57,7 +57,7 @@ class Side:
         self._answer(_START_S, "its start")
 
     def once(self, lengths: Lengths, repeat: int) -> Repeat:
-        with suppress(BrokenPipeError):  # it has ended, and the answer says why
+        with suppress(ConnectionError):  # it has ended, and the answer says why
             self._connection.send((lengths, repeat))
         return self._answer(_ONCE_S, f"repeat {repeat} with {lengths} lengths")
 
@@ -67,7 +67,7 @@ class Side:
             raise RuntimeError(self._problem(f"{work} took more than {seconds:g} s"))
         try:
             answer = self._connection.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):
             self._process.join(_END_S)
             raise RuntimeError(self._problem(f"{work}: its process ended ({self._process.exitcode})")) from None
         if isinstance(answer, _Failure):
@@ -86,7 +86,7 @@ class Side:
     def close(self, within_s: float) -> None:
         """Ends the side in order, and kills what is left of its processes after `within_s` seconds."""
         processes = self._children()
-        with suppress(BrokenPipeError):
+        with suppress(ConnectionError):
             self._connection.send(None)
         self._connection.close()
         self._process.join(within_s)
@@ -171,5 +171,5 @@ def _received(connection: Connection) -> tuple[Lengths, int] | None:
     """The next order; None where there will be none."""
     try:
         return connection.recv()
-    except EOFError:  # the bench has ended without a word
+    except (EOFError, ConnectionError):  # the bench has ended without a word
         return None

@@ -36,7 +36,7 @@ __all__ = ["TORCH", "BareTrainer", "measure_training", "training_batch"]
 
 TORCH = "bare torch"
 _LR, _CLIP, _MAX_NORM = 1e-6, 0.2, 1.0
-_MICROBATCHES = (8, 32, 128)
+_MICROBATCHES = (8, 16, 32)
 """Sequences of a padded microbatch that the bare loop tries; it keeps the fastest."""
 _LOGITS_BYTES = 2**29
 """Of one padded microbatch's logits at most."""
