@@ -195,7 +195,6 @@ _KERNELS: dict[type[Module.Config], type[Module.Config]] = {
     AmplifiedCosSinRoPE.Config: KernelHalfRotation.Config,
     ComplexRoPE.Config: KernelPairRotation.Config,
     Linear.Config: PackedLinear.Config,
-    FusedQKVLinear.Config: SplitQKVLinear.Config,
 }
 
 
@@ -206,6 +205,8 @@ def with_kernels(config: Any) -> Any:
         return type(config)(with_kernels(part) for part in config)
     if not isinstance(config, Module.Config):
         return config
+    if type(config) is FusedQKVLinear.Config:
+        return changed(config, SplitQKVLinear.Config)  # which packs its matrix itself
     parts = {f.name: with_kernels(getattr(config, f.name)) for f in dataclasses.fields(config) if f.init}
     kernels = _KERNELS.get(type(config), type(config))
     if type(config) is GQAttention.Config and _stays_flat(parts):

@@ -106,6 +106,11 @@ class DecoderShape(ABC):
         return self.n_layers
 
     @property
+    def num_mixture_layers(self) -> int:
+        """Layers with a mixture of experts in the place of the feed-forward."""
+        return 0 if self.experts is None else self.n_layers
+
+    @property
     def state_sizes(self) -> tuple[tuple[int, ...], ...]:
         """Sizes of the tensors that a layer without attention keeps of a sequence, whatever its length."""
         return ()

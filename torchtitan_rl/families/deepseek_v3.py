@@ -104,6 +104,10 @@ class DeepseekV3Shape(DecoderShape):
         )
 
     @property
+    def num_mixture_layers(self) -> int:
+        return self.n_layers - self.n_dense_layers
+
+    @property
     def layer_extras(self) -> int:
         latents = self.kv_lora_rank * (self.dim + 1) + self.rotated_dim * self.dim
         return latents + (0 if self.q_lora_rank is None else self.q_lora_rank * (self.dim + 1))
@@ -120,7 +124,7 @@ class DeepseekV3Shape(DecoderShape):
         dense = self.n_dense_layers * 3 * self.dim * self.dense_hidden_dim
         tables = self.vocab_size * self.dim * (1 if self.tie_embeddings else 2) + self.dim
         every_layer = heads + 2 * self.dim + self.layer_extras
-        return tables + self.n_layers * every_layer + dense + (self.n_layers - self.n_dense_layers) * experts
+        return tables + self.n_layers * every_layer + dense + self.num_mixture_layers * experts
 
     def model_spec(self) -> ModelSpec:
         from torchtitan.components.optimizer import register_moe_load_balancing_hook

@@ -15,7 +15,7 @@ def multiplied_parameters(shape: DecoderShape) -> int:
     multiplied = shape.num_parameters - (0 if shape.tie_embeddings else tables)
     if shape.experts is not None:
         idle = shape.experts.num_experts - shape.experts.top_k
-        multiplied -= shape.n_layers * idle * 3 * shape.dim * shape.hidden_dim
+        multiplied -= shape.num_mixture_layers * idle * 3 * shape.dim * shape.hidden_dim
     return multiplied
 
 

@@ -187,10 +187,11 @@ def working_parts(
     return {name: int(size) for name, size in zip(names, max(moments, key=sum), strict=True)}
 
 
-def generator_parts(config: GeneratorConfig, shape: DecoderShape) -> dict[str, int]:
+def generator_parts(config: GeneratorConfig, shape: DecoderShape, device: str = "cuda") -> dict[str, int]:
     """Bytes of one generator rank: `weights` (embedding, head, norms and routers whole on every rank), `kv_cache`, and
     `working`: one layer's activations of an engine step's tokens, and three times the float32 logits of the sampled
-    sequences.
+    sequences. On a CPU also `packed`: the copies of all matrices but those of routed experts that are multiplied with
+    (`engine.kernels`).
     """
     dtype, tensor_parallel = _BYTES[config.dtype], config.tensor_parallel_degree
     router = 0 if shape.experts is None else shape.experts.num_experts * shape.dim
@@ -201,7 +202,13 @@ def generator_parts(config: GeneratorConfig, shape: DecoderShape) -> dict[str, i
     if shape.experts is not None:
         feed_forward = shape.experts.top_k * (3 * shape.hidden_dim + 2 * shape.dim)
     per_token = 4 * shape.dim + 2 * (heads + 2 * kv_heads) + feed_forward
-    return {
+    packed = {}
+    if device == "cpu" and config.model_impl == "torchtitan":
+        num_experts = 0 if shape.experts is None else shape.experts.num_experts
+        experts = shape.num_mixture_layers * num_experts * 3 * shape.dim * shape.hidden_dim
+        packed["packed"] = dtype * ((shape.num_parameters - whole - experts) // tensor_parallel)
+        packed["packed"] += dtype * shape.vocab_size * shape.dim  # the head, also one that is tied
+    return packed | {
         "weights": dtype * (whole + (shape.num_parameters - whole) // tensor_parallel),
         "kv_cache": int(config.kv_cache_gib * 2**30),
         "working": dtype * max(config.max_num_batched_tokens, config.max_model_len) * per_token
@@ -214,7 +221,7 @@ def run_parts(config: RunConfig, device: str = "cuda") -> dict[str, dict[str, in
     return {
         role: trainer_parts(trainer, resolve_shape(model), trains=role in ("policy", "critic"), device=device)
         for role, (trainer, model) in config.trainers().items()
-    } | {"generator": generator_parts(config.generator, resolve_shape(config.model))}
+    } | {"generator": generator_parts(config.generator, resolve_shape(config.model), device)}
 
 
 def gpu_bytes(config: RunConfig, roles: Iterable[str], parts: dict[str, dict[str, int]] | None = None) -> int:

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from tests.unit.families.shapes import SHAPES
 from torchtitan_rl import adapters, platform
+from torchtitan_rl.config.meshes import GeneratorConfig
 from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
 from torchtitan_rl.families import DeepseekV3Shape, GptOssShape, Llama3Shape, Qwen2Shape
 
@@ -16,6 +18,7 @@ from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE  # noqa: E402
 
 from torchtitan_rl.engine import kernels  # noqa: E402
 from torchtitan_rl.families.rotations import AmplifiedCosSinRoPE  # noqa: E402
+from torchtitan_rl.model.memory import generator_parts
 from torchtitan_rl.model.module_state import places  # noqa: E402
 from torchtitan_rl.model.spec import build_spec  # noqa: E402
 
@@ -112,3 +115,15 @@ def test_a_generators_model_keeps_the_names_and_shapes_of_its_parameters(family)
         models = config.build(), kernels.with_kernels(config).build()
     plain, fast = ({name: tuple(place.shape) for name, place in places(model).items()} for model in models)
     assert fast == plain
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-untied", "qwen3-moe", "llama3", "qwen2", "deepseek"])
+def test_the_estimate_of_packed_copies_is_near_what_is_packed(name):
+    shape = SHAPES[name]
+    with torch.device("meta"):
+        model = kernels.with_kernels(build_spec(ModelConfig(shape=shape)).model).build()
+    linears = [m for m in model.modules() if isinstance(m, kernels.PackedLinear)]
+    linears += [m.wqkv for m in model.modules() if isinstance(m, kernels.SplitQKVLinear)]
+    packed = sum(linear.weight.numel() for linear in linears)
+    estimate = generator_parts(GeneratorConfig(dtype="float32"), shape, "cpu")["packed"] / 4
+    assert estimate == pytest.approx(packed, rel=0.05)  # a family's `layer_extras` are left out

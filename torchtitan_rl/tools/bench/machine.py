@@ -42,7 +42,7 @@ def needed_bytes(subject: str, workload: Workload, *, compiled: bool) -> dict[st
     the machine's."""
     device, shape = platform.device_type(), workload.shape
     process = PROCESS_BYTES if device == "cuda" else _HOST_PROCESS_BYTES
-    engine = generator_parts(workload.generator(), shape)
+    engine = generator_parts(workload.generator(), shape, device)
     config = TrainerConfig()
     config.training.seq_len, config.training.mixed_precision_param = workload.context, workload.dtype
     trainer = trainer_parts(config, shape, device=device)
