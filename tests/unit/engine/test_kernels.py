@@ -18,7 +18,7 @@ from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE  # noqa: E402
 
 from torchtitan_rl.engine import kernels  # noqa: E402
 from torchtitan_rl.families.rotations import AmplifiedCosSinRoPE  # noqa: E402
-from torchtitan_rl.model.memory import generator_parts
+from torchtitan_rl.model.memory import generator_parts  # noqa: E402
 from torchtitan_rl.model.module_state import places  # noqa: E402
 from torchtitan_rl.model.spec import build_spec  # noqa: E402
 
