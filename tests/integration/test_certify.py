@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from transformers import Olmo2Config
 
 from tests.integration.conftest import ROOT
 from tests.integration.leftovers import nothing_left
@@ -55,6 +56,21 @@ def test_a_family_is_certified_by_the_command(family, tmp_path):
     assert left_out.keys() == LEFT_OUT[family].keys()
     assert all(note.startswith(LEFT_OUT[family][name]) for name, note in left_out.items())
     assert all(check["difference"] <= check["tolerance"] for check in data["checks"] if check["ok"])
+
+
+@pytest.mark.slow
+def test_a_family_in_a_file_of_a_user_is_certified(tmp_path):
+    Olmo2Config(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, eos_token_id=1).save_pretrained(tmp_path)
+    command = [sys.executable, "-m", "torchtitan_rl.cli", "certify", str(tmp_path)]
+    command += ["--family", "tests/unit/families/olmo2.py:Olmo2Shape"]
+    with nothing_left():
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    checks = json.loads((tmp_path / "certificate.json").read_text())["checks"]
+    names = " ".join(check["name"] for check in checks)
+    assert all(stage in names for stage in (*STAGES, "engine (vllm)"))
+    left_out = [check["name"] for check in checks if check["ok"] is None]
+    assert left_out == ["gradients: FSDP 1, TP 2 = one rank", "gradients: FSDP 2, TP 2 = one rank"]
 
 
 def test_what_is_no_model_is_refused(here, tmp_path):

@@ -40,6 +40,12 @@ def perturbed(model, seed=0):
 def both(request, tmp_path_factory):
     """(shape, torchtitan's model, its adapter, transformers' model with the same weights)."""
     shape = SHAPES[request.param]
+    return shape, *models_of(shape, tmp_path_factory.mktemp("hf"))
+
+
+def models_of(shape, directory):
+    """(torchtitan's model, its adapter, transformers' model with the same weights), which travel through an empty
+    directory."""
     spec = build_spec(ModelConfig(shape=shape))
     spec = training_spec(spec, VIEW, attention="sdpa", chunk_bytes=2**20)
     torch.manual_seed(0)
@@ -47,7 +53,6 @@ def both(request, tmp_path_factory):
     ours.init_weights()
     perturbed(ours)
     adapter = spec.state_dict_adapter(spec.model, None)
-    directory = tmp_path_factory.mktemp("hf")
     # transformers gives the embedding of a padding token no gradient.
     (directory / "config.json").write_text(json.dumps(shape.to_hf(1, 0) | {"pad_token_id": None}))
     write_hf_dir(ours.state_dict(), adapter, directory)
@@ -55,7 +60,7 @@ def both(request, tmp_path_factory):
         directory, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
     )
     assert not any(loading.values()), loading
-    return shape, ours, adapter, theirs.eval()
+    return ours, adapter, theirs.eval()
 
 
 def logprobs(model, tokens):
@@ -74,6 +79,10 @@ def reference_logprobs(model, tokens):
 
 def test_log_probabilities_and_gradients_are_those_of_transformers(both):
     shape, ours, adapter, theirs = both
+    check_logprobs_and_gradients(shape, ours, adapter, theirs)
+
+
+def check_logprobs_and_gradients(shape, ours, adapter, theirs):
     tokens = torch.randint(0, shape.vocab_size, (1, LENGTH), generator=torch.Generator().manual_seed(1))
     for model in (ours, theirs):
         model.zero_grad()

@@ -65,12 +65,9 @@ async def check_layouts(
     """Gradients of meshes of (FSDP, TP) ranks, each rank a process, beside those of one rank."""
     for shard, tensor in layouts:
         name = f"gradients: FSDP {shard}, TP {tensor} = one rank"
-        if subject.shape.n_kv_heads % tensor:
-            yield Check(
-                name=name,
-                difference=None,
-                note=f"TP {tensor} does not divide {subject.shape.n_kv_heads} key and value heads",
-            )
+        uncut = [f"{part}={size}" for part, size in subject.shape.cut_sizes.items() if size % tensor]
+        if uncut:
+            yield Check(name=name, difference=None, note=f"TP {tensor} does not divide {', '.join(uncut)}")
             continue
         launcher = ActorLauncher(log_dir=log_dir, start_timeout_s=CALL_S, call_timeout_s=CALL_S)
         try:
