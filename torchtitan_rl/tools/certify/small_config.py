@@ -26,8 +26,9 @@ _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def debug_config(name: str) -> dict[str, Any]:
-    """The content of a `config.json` of the built-in family of this name. Raises ValueError for another name."""
-    family = next((family for family in BUILT_IN if family.name == name), None)
+    """The content of a `config.json` of the built-in family of this name, in which `-` and `_` are alike. Raises
+    ValueError for another name."""
+    family = next((family for family in BUILT_IN if family.name.replace("_", "-") == name.replace("_", "-")), None)
     if family is None:
         raise ValueError(
             f"model={name!r}: is neither a directory nor a family of this package; give a directory with a config.json "
