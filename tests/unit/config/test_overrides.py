@@ -83,6 +83,7 @@ def test_functions_by_module_and_by_file(tmp_path):
         (f"{file}:FACTOR", "is a int; name a function, such as"),
         ("nowhere.py:ppo", "there is no file nowhere.py; give the path of a Python file"),
         ("torchtitan_rl.algorithm.surrogate:ppo(clip_low=x)", "its arguments are no literals"),
+        ("torchtitan_rl.algorithm.surrogate:ppo(clip_low=)", "its arguments are no literals"),
         ("torchtitan_rl.algorithm.surrogate:ppo(a=function(x))", "its arguments are no literals"),
     ):
         message = refusal(apply_overrides, run_config(), ["--algorithm.loss-fn", text])

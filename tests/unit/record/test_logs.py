@@ -1,9 +1,12 @@
-"""Who writes what where. Logging belongs to a process, so each test has a process of its own."""
+"""Who writes what where. Logging belongs to a process, so most tests have a process of their own."""
 
+import logging
 import re
 import subprocess
 import sys
 import textwrap
+
+from torchtitan_rl.record.console.log_records import ConsoleHandler
 
 
 def run(tmp_path, code, call="setup_rank_logging(log_dir, 'trainer', 1, 2, 'INFO', device='cpu')"):
@@ -116,3 +119,10 @@ def test_an_unknown_level(tmp_path):
             raise AssertionError
     """,
     )
+
+
+def test_the_console_is_the_present_stderr(capsys):
+    """A progress bar puts itself in place of it."""
+    handler = ConsoleHandler(logging.WARNING)
+    handler.emit(logging.LogRecord("x", logging.WARNING, "a.py", 1, "careful", None, None))
+    assert capsys.readouterr().err == "careful\n"

@@ -64,6 +64,11 @@ def test_a_readers_segment_is_mapped_and_pinned_once(pinned):
     assert pinned == {}
 
 
+def test_a_segment_that_is_not_there_is_refused_with_the_way_out():
+    with pytest.raises(RuntimeError, match="memory cannot be opened .No such file.*use weight_sync.transport='store'"):
+        layout.open_shared(manifest("/dev/shm/no-such-segment", 128))
+
+
 def test_a_segment_whose_publisher_is_gone_is_let_go(pinned):
     old, payloads = SharedBuffers(), PinnedPayloads()
     handle, published = old.take(1, 128)
