@@ -126,21 +126,20 @@ def _delta_net(delta_net: DeltaNet.Config, layer: int, tp: int) -> DeltaNet.Conf
     keys, values = delta_net.in_proj_k.out_features, delta_net.in_proj_v.out_features
     n_key_heads = _share("n_key_heads", keys // delta_net.key_head_dim, tp)
     n_value_heads = _share("n_value_heads", values // delta_net.value_head_dim, tp)
-    linears = ("in_proj_q", "in_proj_k", "in_proj_v", "in_proj_z", "in_proj_a", "in_proj_b")
     channels = {
         "conv_q": n_key_heads * delta_net.key_head_dim,
         "conv_k": n_key_heads * delta_net.key_head_dim,
         "conv_v": n_value_heads * delta_net.value_head_dim,
     }
-    convolutions = {
+    parts = {
         name: dataclasses.replace(getattr(delta_net, name), in_channels=size, out_channels=size, groups=size)
         for name, size in channels.items()
     }
+    for name in ("in_proj_q", "in_proj_k", "in_proj_v", "in_proj_z", "in_proj_a", "in_proj_b"):
+        parts[name] = _column_parallel(getattr(delta_net, name), tp)
     return dataclasses.replace(
         delta_net,
-        **{name: _column_parallel(getattr(delta_net, name), tp) for name in linears},
-        **convolutions,
-        out_proj=_row_parallel(delta_net.out_proj, tp),
+        **parts | {"out_proj": _row_parallel(delta_net.out_proj, tp)},
         states=StateCache.Config(
             layer=layer,
             sizes=(

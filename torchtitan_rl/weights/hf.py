@@ -50,8 +50,8 @@ def _check_fits(adapter, reader: HuggingFaceStorageReader, directory: Path, shap
     entries = reader.read_metadata().state_dict_metadata
     sizes: dict[str, tuple[int, ...]] = {name: tuple(getattr(entry, "size", ())) for name, entry in entries.items()}
     computed = [re.escape(name).replace(r"\{\}", r"\d+") for name, ours in adapter.from_hf_map.items() if ours is None]
-    others = [re.escape(beginning) + ".*" for beginning in shape.other_weights]
-    unread = re.compile("|".join(["lm_head\\.weight", *computed, *others]))
+    left_out = [re.escape(beginning) + ".*" for beginning in shape.other_weights]
+    unread = re.compile("|".join(["lm_head\\.weight", *computed, *left_out]))
     wrong = [f"{name} is missing" for name in state if name not in sizes]
     wrong += [
         f"{name} is {list(sizes[name])}, not {list(tensor.shape)}"
