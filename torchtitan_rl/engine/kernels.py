@@ -120,7 +120,7 @@ class PackedLinear(Linear):
 
     def pack(self) -> None:
         """Packs the matrix as it is now; call after every change of it."""
-        self._packed = ops.create_onednn_mm(self.weight.t(), _NUM_SHAPES)
+        self._packed = ops.create_onednn_mm(self.weight.t())
 
     def product(self, input: torch.Tensor) -> torch.Tensor:
         """The matrix times the input, without the bias."""
@@ -148,7 +148,7 @@ class SplitQKVLinear(FusedQKVLinear):
 
     def pack(self) -> None:
         """Packs matrix and bias as they are now; call after every change of them."""
-        self._packed = ops.create_onednn_mm(self._apart(self.wqkv.weight).t(), _NUM_SHAPES)
+        self._packed = ops.create_onednn_mm(self._apart(self.wqkv.weight).t())
         self._packed_bias = None if self.wqkv.bias is None else self._apart(self.wqkv.bias)
 
     def _apart(self, fused: torch.Tensor) -> torch.Tensor:
@@ -187,7 +187,6 @@ class KernelAttention(GQAttention):
         return self.wo(self.inner_attention.attention(query, key, value))[None]  # `PagedAttention`'s, from vLLM
 
 
-_NUM_SHAPES = 32  # how many numbers of rows the product keeps a plan for; vLLM's own linear layers keep as many
 
 _KERNELS: dict[type[Module.Config], type[Module.Config]] = {
     RMSNorm.Config: KernelNorm.Config,

@@ -126,7 +126,6 @@ def _delta_net(delta_net: DeltaNet.Config, layer: int, tp: int) -> DeltaNet.Conf
     keys, values = delta_net.in_proj_k.out_features, delta_net.in_proj_v.out_features
     n_key_heads = _share("n_key_heads", keys // delta_net.key_head_dim, tp)
     n_value_heads = _share("n_value_heads", values // delta_net.value_head_dim, tp)
-    linears = ("in_proj_q", "in_proj_k", "in_proj_v", "in_proj_z", "in_proj_a", "in_proj_b")
     channels = {
         "conv_q": n_key_heads * delta_net.key_head_dim,
         "conv_k": n_key_heads * delta_net.key_head_dim,
@@ -136,6 +135,7 @@ def _delta_net(delta_net: DeltaNet.Config, layer: int, tp: int) -> DeltaNet.Conf
         name: dataclasses.replace(getattr(delta_net, name), in_channels=size, out_channels=size, groups=size)
         for name, size in channels.items()
     }
+    linears = ("in_proj_q", "in_proj_k", "in_proj_v", "in_proj_z", "in_proj_a", "in_proj_b")
     return changed(
         delta_net,
         type(delta_net),

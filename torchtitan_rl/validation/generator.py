@@ -48,7 +48,7 @@ def check_engine(generator: GeneratorConfig, shape: DecoderShape) -> None:
         )
     if generator.model_impl == "vllm" and (fault := shape.own_model_fault(platform.device_type())):
         raise ValueError(f"generator.model_impl='vllm': {fault}; use 'torchtitan'")
-    if shape.state_sizes and not generator.enforce_eager:
+    if shape.state_sizes and generator.model_impl == "torchtitan" and not generator.enforce_eager:
         raise ValueError(
             f"generator.enforce_eager=False: layers of a {shape.name} lay out each step's requests on the host, which "
             "a CUDA graph cannot capture; use True"
