@@ -131,7 +131,7 @@ def _measured(
             )
         if subject == "train":
             lengths = SHORT_TRAINING if args.short else args.lengths
-        return training.measure_training(workload, lengths, args.repeats, scratch, note_here)
+            return training.measure_training(workload, lengths, args.repeats, scratch, note_here)
         return syncing.measure_sync(workload, args.repeats, scratch, note_here)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from torchtitan_rl import platform
 from torchtitan_rl.cli import main
-from torchtitan_rl.tools.bench import machine, short_form, side
+from torchtitan_rl.tools.bench import bench_verb, generation, machine, short_form, side, syncing, training
 from torchtitan_rl.tools.bench.measurement import Measurement, Repeat
 from torchtitan_rl.tools.bench.workload import SHAPES, Workload
 
@@ -56,6 +56,36 @@ def test_too_little_memory_is_refused_with_numbers(subject, capsys, monkeypatch)
     assert main.main(["bench", subject, "--size", "0.6b", "--dtypes", "bfloat16"]) == 2
     error = capsys.readouterr().err
     assert f"--size=0.6b: {subject} in bfloat16 needs about " in error and "this machine has 1.0 GiB free" in error
+
+
+@pytest.mark.parametrize(
+    "words, calls",
+    [
+        (["sync"], ["sync float32", "sync bfloat16"]),
+        (["train", "sync", "--dtypes", "bfloat16"], ["train bfloat16 fixed,skewed", "sync bfloat16"]),
+        (["generate", "train", "--short"], ["generate float32 fixed,skewed", "train float32 skewed"]),
+    ],
+)
+def test_each_subject_is_measured_in_each_dtype(words, calls, monkeypatch, capsys):
+    made = []
+
+    def of_lengths(subject):
+        def measure(workload, lengths, *arguments, **more):
+            made.append(f"{subject} {workload.dtype} {','.join(lengths)}")
+            return []
+
+        return measure
+
+    def sync(workload, *arguments):
+        made.append(f"sync {workload.dtype}")
+        return []
+
+    monkeypatch.setattr(generation, "measure_generation", of_lengths("generate"))
+    monkeypatch.setattr(training, "measure_training", of_lengths("train"))
+    monkeypatch.setattr(syncing, "measure_sync", sync)
+    monkeypatch.setattr(bench_verb.signal, "signal", lambda *arguments: None)
+    assert main.main(["bench", *words, "--json"]) == 0
+    assert made == calls and json.loads(capsys.readouterr().out)["measurements"] == []
 
 
 def test_the_memory_is_that_of_all_sides_at_once():
