@@ -187,7 +187,6 @@ class KernelAttention(GQAttention):
         return self.wo(self.inner_attention.attention(query, key, value))[None]  # `PagedAttention`'s, from vLLM
 
 
-
 _KERNELS: dict[type[Module.Config], type[Module.Config]] = {
     RMSNorm.Config: KernelNorm.Config,
     CosSinRoPE.Config: KernelHalfRotation.Config,
