@@ -187,6 +187,9 @@ class KernelAttention(GQAttention):
         return self.wo(self.inner_attention.attention(query, key, value))[None]  # `PagedAttention`'s, from vLLM
 
 
+_NORM_MULTIPLE = 8
+"""Sizes of which vLLM's norm on a CPU takes multiples alone: the numbers of one vector instruction."""
+
 _KERNELS: dict[type[Module.Config], type[Module.Config]] = {
     RMSNorm.Config: KernelNorm.Config,
     CosSinRoPE.Config: KernelHalfRotation.Config,
@@ -205,6 +208,8 @@ def with_kernels(config: Any) -> Any:
         return config
     if type(config) is FusedQKVLinear.Config:
         return changed(config, SplitQKVLinear.Config)  # which packs its matrix itself
+    if type(config) is RMSNorm.Config and config.normalized_shape % _NORM_MULTIPLE:
+        return config
     parts = {f.name: with_kernels(getattr(config, f.name)) for f in dataclasses.fields(config) if f.init}
     kernels = _KERNELS.get(type(config), type(config))
     if type(config) is GQAttention.Config and _stays_flat(parts):

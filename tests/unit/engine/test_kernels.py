@@ -57,6 +57,13 @@ def test_a_norm_is_torchtitans_for_rows_of_any_strides(dtype):
         assert_equal_up_to_rounding(fast(heads), plain(heads))
 
 
+def test_a_norm_of_a_size_that_the_kernel_refuses_stays_torchtitans():
+    config = RMSNorm.Config(normalized_shape=20, eps=1e-5)
+    assert type(kernels.with_kernels(config)) is RMSNorm.Config
+    with pytest.raises(RuntimeError, match="hidden_size"):  # when this passes, the exception can go
+        kernels.KernelNorm.Config(normalized_shape=20, eps=1e-5).build()(torch.ones(3, 20))
+
+
 @DTYPES
 @pytest.mark.parametrize("config", ROTATIONS, ids=["half", "amplified", "pair"])
 def test_a_rotation_is_torchtitans(config, dtype):
