@@ -12,6 +12,7 @@ from tests.unit.families.shapes import SIZES
 from tests.unit.families.test_families import check_logprobs_and_gradients, models_of
 from torchtitan_rl.config import ModelConfig
 from torchtitan_rl.model.shape import resolve_shape
+from torchtitan_rl.tools.certify.certification import Certification
 from torchtitan_rl.tools.certify.gradient_checks import check_layouts
 from torchtitan_rl.tools.certify.small_config import small_config
 from torchtitan_rl.tools.certify.subject import Subject
@@ -45,6 +46,14 @@ def test_tensor_parallelism_is_refused_by_the_name_of_the_part():
     check_degree("generator.tensor_parallel_degree", 1, SHAPES["grouped"])
     with pytest.raises(ValueError, match=r"degree=2: must divide the model's ranks of a norm over all heads=1"):
         check_degree("generator.tensor_parallel_degree", 2, SHAPES["grouped"])
+
+
+@pytest.mark.whole
+async def test_the_trainer_breaks_no_line_of_certify(tmp_path):
+    hf = small_config(SHAPES["grouped"].to_hf(1, 0))
+    subject = Subject.of(Olmo2Shape.from_hf_config(hf, "m"), hf, tmp_path)
+    checks = [check async for check in Certification(subject=subject, scratch=tmp_path).trainer()]
+    assert len(checks) == 7 and not any(check.broken for check in checks)
 
 
 async def test_certify_leaves_out_layouts_that_the_family_refuses(tmp_path):
