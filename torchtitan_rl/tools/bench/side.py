@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import tempfile
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
@@ -44,12 +45,13 @@ class _Failure:
 class Side:
     """A side's process, seen by who asks. It starts at once; `wait_ready` says when it can work."""
 
-    def __init__(self, name: str, open_side: OpenSide, log: Path) -> None:
-        """`log` gets everything that the side and its processes print."""
+    def __init__(self, name: str, open_side: OpenSide, log: Path, temporary: str) -> None:
+        """`log` gets everything that the side and its processes print. `temporary` is its directory of temporary files:
+        vLLM leaves one there."""
         self.name, self._log = name, log
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(open_side, theirs, str(log)), name=name)
+        self._process = context.Process(target=_serve, args=(open_side, theirs, str(log), temporary), name=name)
         self._process.start()
         theirs.close()
 
@@ -111,16 +113,18 @@ def opened(sides: dict[str, OpenSide], logs: Path) -> Iterator[list[Side]]:
     logs.mkdir(parents=True, exist_ok=True)
     processes: list[Side] = []
     within_s = _ABORT_S
-    try:
-        for name, open_side in sides.items():
-            processes.append(Side(name, open_side, logs / f"{name.replace(' ', '-')}.log"))
-        for side in processes:
-            side.wait_ready()
-        yield processes
-        within_s = _END_S
-    finally:
-        for side in processes:
-            side.close(within_s)
+    # Not beside the logs: Monarch's sockets are in this directory, and a socket's path has at most 108 characters.
+    with tempfile.TemporaryDirectory(prefix="torchtitan-rl-", ignore_cleanup_errors=True) as temporary:
+        try:
+            for name, open_side in sides.items():
+                processes.append(Side(name, open_side, logs / f"{name.replace(' ', '-')}.log", temporary))
+            for side in processes:
+                side.wait_ready()
+            yield processes
+            within_s = _END_S
+        finally:
+            for side in processes:
+                side.close(within_s)
 
 
 def in_turn(
@@ -141,15 +145,13 @@ def in_turn(
     return measured
 
 
-def _serve(open_side: OpenSide, connection: Connection, log: str) -> None:
+def _serve(open_side: OpenSide, connection: Connection, log: str, temporary: str) -> None:
     """The life of a side's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to every process of a terminal; the bench ends its sides
     stream, code = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 0
     os.dup2(stream, 1)
     os.dup2(stream, 2)
-    scratch = Path(log).parent / "tmp"  # vLLM leaves a file in the directory of temporary files
-    scratch.mkdir(exist_ok=True)
-    os.environ["TMPDIR"] = str(scratch)
+    os.environ["TMPDIR"] = temporary
     try:
         asyncio.run(_work(open_side, connection))
     except BaseException as error:  # any error at all: who asks would wait for an answer
