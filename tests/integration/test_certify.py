@@ -68,9 +68,10 @@ def test_a_family_in_a_file_of_a_user_is_certified(tmp_path):
     assert done.returncode == 0, done.stderr
     checks = json.loads((tmp_path / "certificate.json").read_text())["checks"]
     names = " ".join(check["name"] for check in checks)
-    assert all(stage in names for stage in (*STAGES, "engine (vllm)"))
+    assert all(stage in names for stage in STAGES)
     left_out = [check["name"] for check in checks if check["ok"] is None]
-    assert left_out == ["gradients: FSDP 1, TP 2 = one rank", "gradients: FSDP 2, TP 2 = one rank"]
+    assert left_out[-2:] == ["gradients: FSDP 1, TP 2 = one rank", "gradients: FSDP 2, TP 2 = one rank"]
+    assert all("vLLM" in name or "vllm" in name for name in left_out[:-2])
 
 
 def test_what_is_no_model_is_refused(here, tmp_path):

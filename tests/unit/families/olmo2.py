@@ -4,7 +4,7 @@ and norms over the whole width of query and key."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch.nn as nn
 from torchtitan.models.common.attention import GQAttention
@@ -74,6 +74,9 @@ class Olmo2Shape(DecoderShape):
     def cut_sizes(self) -> dict[str, int]:
         # A tensor-parallel rank has a share of the heads, and a norm's mean square is that of all heads.
         return {"ranks of a norm over all heads": 1}
+
+    def own_model_fault(self, device: Literal["cpu", "cuda"]) -> str:
+        return "vLLM 0.32 runs OLMo 2 by a wrapper of transformers' model, which does not start without compilation"
 
     @property
     def layer_extras(self) -> int:
