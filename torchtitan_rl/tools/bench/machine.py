@@ -61,14 +61,14 @@ def needed_bytes(subject: str, workload: Workload, *, compiled: bool) -> dict[st
 
 def check_memory(subject: str, workload: Workload, *, compiled: bool) -> None:
     """Raises CannotMeasure, with the numbers, where the sides together need more memory than is free."""
-    needed = needed_bytes(subject, workload, compiled=compiled)
+    of_sides = needed_bytes(subject, workload, compiled=compiled)
     host = local_host()
     if host.cuda is not None:
         free, place = host.cuda.gpus[0].free_bytes, f"GPU {host.cuda.gpus[0].device}"
     else:
         free, place = psutil.virtual_memory().available, "this machine"
-    if sum(needed.values()) > free:
-        each, total = ", ".join(f"{side} {_gib(size)}" for side, size in needed.items()), sum(needed.values())
+    if sum(of_sides.values()) > free:
+        each, total = ", ".join(f"{side} {_gib(size)}" for side, size in of_sides.items()), sum(of_sides.values())
         raise CannotMeasure(
             f"--size={workload.size}: {subject} in {workload.dtype} needs about {_gib(total)} GiB at once "
             f"({each}), and {place} has {_gib(free)} GiB free; take a smaller size, or end what uses the memory"

@@ -80,10 +80,10 @@ class Side:
         """An error that names a copy of the log, which outlives the bench."""
         from torchtitan_rl.train.start import dated
 
-        kept = Path(dated("bench"), self._log.name)
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(self._log, kept)
-        return f"side={self.name!r}: {reason}; what it printed is in {kept}"
+        log_copy = Path(dated("bench"), self._log.name)
+        log_copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(self._log, log_copy)
+        return f"side={self.name!r}: {reason}; what it printed is in {log_copy}"
 
     def close(self, within_s: float) -> None:
         """Ends the side in order, and kills what is left of its processes after `within_s` seconds."""

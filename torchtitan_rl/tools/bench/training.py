@@ -184,9 +184,9 @@ class BareTrainer:
             padded([datum.loss_inputs[name] for datum in microbatch])[:, PROMPT_TOKENS - 1 :]
             for name in ("token_weights", "advantages", "sampling_logprobs")
         )
-        kept = targets_BL.shape[1]  # no loss is on the prompt, so no logits are computed there
+        num_targets = targets_BL.shape[1]  # no loss is on the prompt, so no logits are computed there
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
-            logits_BLV = self._model(input_ids=tokens_BL, use_cache=False, logits_to_keep=kept).logits.float()
+            logits_BLV = self._model(input_ids=tokens_BL, use_cache=False, logits_to_keep=num_targets).logits.float()
         logprobs_BL = logits_BLV.log_softmax(-1).gather(2, targets_BL[..., None])[..., 0]
         ratio_BL = (logprobs_BL - old_BL).exp()
         objective_BL = torch.minimum(ratio_BL * advantages_BL, ratio_BL.clamp(1 - _CLIP, 1 + _CLIP) * advantages_BL)
