@@ -50,13 +50,11 @@ async def export(path: Path, directory: Path, *, trusted: bool = False) -> list[
     Raises ValueError for a checkpoint that is incomplete or damaged or names other code, and for a directory that is
     not empty.
     """
-    from transformers import AutoTokenizer
-
     from torchtitan_rl.config.meshes import TrainerConfig
     from torchtitan_rl.config.resolve import rebuilt
     from torchtitan_rl.dispatch.training_client import TrainingClient
     from torchtitan_rl.launch.local import LocalLauncher
-    from torchtitan_rl.model.files import assets_dir, pad_token_id
+    from torchtitan_rl.model.files import assets_dir, load_tokenizer, pad_token_id
     from torchtitan_rl.model.shape import resolve_shape
     from torchtitan_rl.weights import checkpoint
 
@@ -69,7 +67,7 @@ async def export(path: Path, directory: Path, *, trusted: bool = False) -> list[
     saved = rebuilt(config["trainer"] | {"post_optimizer_build_fn": None}, trusted=trusted)
     trainer = TrainerConfig(lora=saved.lora, converters=saved.converters)
     trainer = dataclasses.replace(trainer, training=saved.training, attention=saved.attention)
-    tokenizer = AutoTokenizer.from_pretrained(str(assets_dir(model)))
+    tokenizer = load_tokenizer(assets_dir(model))
     with tempfile.TemporaryDirectory(prefix="torchtitan-rl-") as logs:
         launcher = LocalLauncher(log_dir=logs, start_timeout_s=_TIMEOUT_S, call_timeout_s=_TIMEOUT_S)
         try:

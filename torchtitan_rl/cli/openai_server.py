@@ -7,14 +7,13 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from torchtitan_rl.config.meshes import GeneratorConfig
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.dispatch.versions import OneVersion
 from torchtitan_rl.families import shape_of_directory
 from torchtitan_rl.launch.actors import ActorLauncher
+from torchtitan_rl.model.files import load_tokenizer
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.serve.gateway import Served
 from torchtitan_rl.serve.keys import read_key
@@ -76,7 +75,7 @@ def _hf_weights(path: Path) -> Path:
 
 def _tokenizer(weights: Path) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(str(weights))
+        return load_tokenizer(weights)
     except Exception as error:  # transformers raises many types, always about the files
         reason = " ".join(str(error).split())[:300]
         raise ValueError(

@@ -83,14 +83,13 @@ async def sample(
 
     Raises ValueError, before anything starts, for a checkpoint or a prompt that cannot be used.
     """
-    from transformers import AutoTokenizer
-
     from torchtitan_rl.config.meshes import GeneratorConfig
     from torchtitan_rl.config.model import ModelConfig
     from torchtitan_rl.dispatch.sampling_client import SamplingClient
     from torchtitan_rl.dispatch.versions import OneVersion
     from torchtitan_rl.families import shape_of_directory
     from torchtitan_rl.launch.actors import ActorLauncher
+    from torchtitan_rl.model.files import load_tokenizer
     from torchtitan_rl.record.run_dir import RunDir
     from torchtitan_rl.train.start import dated
     from torchtitan_rl.weights.checkpoint import hf_weights, write_json
@@ -99,7 +98,7 @@ async def sample(
     weights = hf_weights(checkpoint)
     source = origin(checkpoint)
     shape_of_directory(weights)  # refuses a model of no family
-    tokenizer = AutoTokenizer.from_pretrained(str(weights))
+    tokenizer = load_tokenizer(weights)
     tokens = tokenizer.encode(prompt, add_special_tokens=False)
     if not tokens:
         raise ValueError(f"--prompt={prompt!r}: has no tokens; give some text")

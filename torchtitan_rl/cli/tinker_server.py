@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from transformers import AutoTokenizer
-
 from torchtitan_rl.config.meshes import LoRAConfig
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.dispatch.role_mesh import WorkerLost
@@ -19,7 +17,7 @@ from torchtitan_rl.environment import let_garbage_wait
 from torchtitan_rl.launch.backend import Launcher, Stack
 from torchtitan_rl.launch.choice import ActorBackend
 from torchtitan_rl.launch.liveness.watchdog import alive
-from torchtitan_rl.model.files import assets_dir, has_weights, pad_token_id, write_model_dir
+from torchtitan_rl.model.files import assets_dir, has_weights, load_tokenizer, pad_token_id, write_model_dir
 from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.serve.guard import allowed_hosts
@@ -102,7 +100,7 @@ def keys_of(options: TinkerOptions) -> Keys:
 async def open_server(config: RunConfig, options: TinkerOptions, run_dir: RunDir, launcher: Launcher) -> Server:
     """Starts the meshes, and the server over them. `config` is settled."""
     assets = assets_dir(config.model).absolute()
-    tokenizer, shape = AutoTokenizer.from_pretrained(str(assets)), resolve_shape(config.model)
+    tokenizer, shape = load_tokenizer(assets), resolve_shape(config.model)
     ends = {"eos": tokenizer.eos_token_id, "pad": pad_token_id(tokenizer)}
     model_dir = run_dir.path / "model"
     write_model_dir(model_dir, shape, assets, **ends)

@@ -5,11 +5,20 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.families import DecoderShape, shape_of_directory
 
-__all__ = ["assets_dir", "has_weights", "missing_weights", "read_shape", "pad_token_id", "write_model_dir"]
+__all__ = [
+    "assets_dir",
+    "has_weights",
+    "load_tokenizer",
+    "missing_weights",
+    "pad_token_id",
+    "read_shape",
+    "write_model_dir",
+]
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -71,6 +80,18 @@ def write_model_dir(directory: Path, shape: DecoderShape, tokenizer_dir: Path, *
         if (tokenizer_dir / name).exists():
             shutil.copyfile(tokenizer_dir / name, directory / name)
     (directory / "config.json").write_text(json.dumps(shape.to_hf(eos, pad), indent=1))
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """The tokenizer of a directory, as transformers reads it. Raises what transformers raises for files that are none."""
+    if directory in BUILTIN_ASSETS.values():
+        # AutoTokenizer imports all kinds of models, for 1.5 s, to end with this class.
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(str(directory))
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(directory))
 
 
 def pad_token_id(tokenizer) -> int:

@@ -31,7 +31,7 @@ from torchtitan_rl.mismatch.causes import Cause
 from torchtitan_rl.mismatch.gap import Limits, Parts, Sample
 from torchtitan_rl.mismatch.scores import Rescorer
 from torchtitan_rl.mismatch.search import CauseSearch, Predictions
-from torchtitan_rl.model.files import assets_dir, pad_token_id, write_model_dir
+from torchtitan_rl.model.files import assets_dir, load_tokenizer, pad_token_id, write_model_dir
 from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.record.attempts import read_rollouts
 from torchtitan_rl.types import Datum
@@ -224,9 +224,7 @@ def _with_tokens(records: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:
 
 
 async def _started(config: RunConfig, launcher: LocalLauncher, model_dir: Path) -> Stack:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(str(assets_dir(config.model)))
+    tokenizer = load_tokenizer(assets_dir(config.model))
     shape, eos, pad = resolve_shape(config.model), tokenizer.eos_token_id, pad_token_id(tokenizer)
     write_model_dir(model_dir, shape, assets_dir(config.model), eos=eos, pad=pad)
     return await start_stack(config, launcher, model_dir)

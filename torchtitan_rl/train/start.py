@@ -12,7 +12,7 @@ from typing import Any
 
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.launch.backend import Launcher, Stack
-from torchtitan_rl.model.files import assets_dir, pad_token_id, write_model_dir
+from torchtitan_rl.model.files import assets_dir, load_tokenizer, pad_token_id, write_model_dir
 from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.record import attempts
 from torchtitan_rl.record.recorder import Recorder
@@ -42,15 +42,13 @@ class Inputs:
 
 def read_inputs(config: RunConfig) -> Inputs:
     """Builds the task families, which may read files. Raises ValueError for a split without tasks."""
-    from transformers import AutoTokenizer
-
     family = config.task.build()
     for split in ("validation", "test"):
         source_of(family, split, config.seed)  # refuses an empty split now, not at the end of the run
     supervised_family = family if config.supervised.task is None else config.supervised.task.build()
     source_of(supervised_family, "train", config.seed)
     evaluated = eval_families(config, family)
-    tokenizer = AutoTokenizer.from_pretrained(str(assets_dir(config.model)))
+    tokenizer = load_tokenizer(assets_dir(config.model))
     warn_unknown_text(tokenizer, [family, supervised_family, *evaluated.values()])
     if config.algorithm.workflow is None:
         warn_open_turns(tokenizer, family, config.sampling.stop_token_ids)
