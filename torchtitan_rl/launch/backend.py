@@ -52,7 +52,7 @@ class Backend(Protocol):
         where nobody here knows."""
 
     def missing_weights(self, config: RunConfig) -> str:
-        """Why a run that trains cannot start: files of weights are missing; "" when it can."""
+        """Why a run that trains cannot start: files of weights are missing, or do not fit; "" when it can."""
 
     def launcher(self, config: RunConfig, hosts: Hosts | None, log_dir: str) -> Launcher:
         """What starts the run on the hosts that `hosts_for` returned. Processes log into `log_dir`."""

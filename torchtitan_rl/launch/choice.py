@@ -13,6 +13,7 @@ from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.launch.backend import Backend, Launcher
 from torchtitan_rl.launch.inventory import Host, local_host
 from torchtitan_rl.launch.preflight import check_hosts
+from torchtitan_rl.model.files import has_weights
 from torchtitan_rl.validation.remote import check_remote, without_export
 from torchtitan_rl.validation.run import check_local, missing_weights
 
@@ -45,7 +46,7 @@ class ActorBackend:
         return _gpu_name(hosts.hosts[0])
 
     def missing_weights(self, config: RunConfig) -> str:
-        return missing_weights(config)
+        return missing_weights(config) or _misfit(config)
 
     def launcher(self, config: RunConfig, hosts: Hosts | None, log_dir: str) -> Launcher:
         from torchtitan_rl.launch.actors import ActorLauncher
@@ -77,7 +78,7 @@ class LocalBackend:
         return _gpu_name(local_host())
 
     def missing_weights(self, config: RunConfig) -> str:
-        return missing_weights(config)
+        return missing_weights(config) or _misfit(config)
 
     def launcher(self, config: RunConfig, hosts: Hosts | None, log_dir: str) -> Launcher:
         from torchtitan_rl.launch.local import LocalLauncher
@@ -141,3 +142,17 @@ def _check_no_hosts(name: str, hosts: Hosts | None) -> None:
         raise ValueError(
             f"backend={name!r}: is this process alone, and {len(hosts.hosts)} hosts are attached; leave one of them out"
         )
+
+
+def _misfit(config: RunConfig) -> str:
+    """Why the weights of a role's directory do not fit its model; empty when they do, or when there are none."""
+    if not any(has_weights(model) for _, model in config.trainers().values()):
+        return ""
+    from torchtitan_rl.weights.hf import weights_misfit  # torchtitan takes seconds, and other runs do not need it here
+
+    misfits = (
+        weights_misfit(model, head=role != "critic")
+        for role, (_, model) in config.trainers().items()
+        if has_weights(model)
+    )
+    return next(filter(None, misfits), "")

@@ -83,7 +83,7 @@ def write_model_dir(directory: Path, shape: DecoderShape, tokenizer_dir: Path, *
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """The tokenizer of a directory, as transformers reads it. Raises what transformers raises for files that are none."""
+    """The tokenizer of a directory, as transformers reads it; raises what transformers raises."""
     if directory in BUILTIN_ASSETS.values():
         # AutoTokenizer imports all kinds of models, for 1.5 s, to end with this class.
         from transformers import PreTrainedTokenizerFast

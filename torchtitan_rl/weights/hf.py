@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import re
+import struct
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
+from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.families import DecoderShape
 from torchtitan_rl.model import lora
+from torchtitan_rl.model.files import assets_dir
+from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.model.sharding import whole
 
-__all__ = ["load_hf_weights", "full_state", "write_hf_dir"]
+__all__ = ["load_hf_weights", "full_state", "weights_misfit", "write_hf_dir"]
 
 
 def load_hf_weights(model, adapter, directory: Path, shape: DecoderShape, *, head: bool = True) -> None:
@@ -27,7 +32,8 @@ def load_hf_weights(model, adapter, directory: Path, shape: DecoderShape, *, hea
     if (directory / "config.json").exists():
         shape.from_hf(directory / "config.json")
     reader = HuggingFaceStorageReader(str(directory))
-    _check_fits(adapter, reader, directory, shape, head=head)
+    if misfit := _misfit(adapter, reader, directory, shape, head=head):
+        raise ValueError(misfit)
     state_dict = model.state_dict()
     state = adapter.to_hf(lora.base_state(state_dict))
     if not head:
@@ -39,15 +45,31 @@ def load_hf_weights(model, adapter, directory: Path, shape: DecoderShape, *, hea
     model.load_state_dict(state_dict | read)
 
 
-def _check_fits(adapter, reader: HuggingFaceStorageReader, directory: Path, shape: DecoderShape, *, head: bool) -> None:
-    """Raises ValueError unless the files have the tensors of the adapter's model, in their sizes, and no others. A head
-    that is tied or not read, tables of the rotary embedding and parts that the family leaves out may be there."""
+def weights_misfit(config: ModelConfig, *, head: bool = True) -> str:
+    """Why the tensors in the directory of a configured model do not fit a model of its sizes; empty when they do.
+
+    Reads the headers of the files alone. `head` as for `load_hf_weights`.
+    """
+    from torchtitan_rl.model.spec import build_spec
+
+    directory = assets_dir(config)
+    spec = build_spec(config)
+    adapter = spec.state_dict_adapter(spec.model, None)
+    return _misfit(adapter, HuggingFaceStorageReader(str(directory)), directory, resolve_shape(config), head=head)
+
+
+def _misfit(adapter, reader: HuggingFaceStorageReader, directory: Path, shape: DecoderShape, *, head: bool) -> str:
+    """Why the files have not the tensors of the adapter's model in their sizes, or have others; empty when they fit. A
+    head that is tied or not read, tables of the rotary embedding and parts that the family leaves out may be there."""
     with torch.device("meta"):  # the whole model: a rank's own state has its own experts alone
         whole = adapter.model_config.build()
     state = adapter.to_hf(lora.base_state(whole.state_dict()))
     if not head:
         state.pop("lm_head.weight", None)
-    entries = reader.read_metadata().state_dict_metadata
+    try:
+        entries = reader.read_metadata().state_dict_metadata
+    except (OSError, ValueError, SafetensorError, struct.error) as error:
+        return f"weights={str(directory)!r}: a safetensors file has no header ({error}); copy the files again"
     sizes: dict[str, tuple[int, ...]] = {name: tuple(getattr(entry, "size", ())) for name, entry in entries.items()}
     computed = [re.escape(name).replace(r"\{\}", r"\d+") for name, ours in adapter.from_hf_map.items() if ours is None]
     left_out = [re.escape(beginning) + ".*" for beginning in shape.other_weights]
@@ -60,12 +82,13 @@ def _check_fits(adapter, reader: HuggingFaceStorageReader, directory: Path, shap
     ]
     extra = [name for name in sizes if name not in state and not unread.fullmatch(name)]
     wrong += [f"{name} is of no part of the model" for name in extra]
-    if wrong:
-        shown = "; ".join(wrong[:5]) + (f"; and {len(wrong) - 5} more" if len(wrong) > 5 else "")
-        raise ValueError(
-            f"weights={str(directory)!r}: {len(wrong)} tensors do not fit the model: {shown}; give the directory of a "
-            "model of these sizes"
-        )
+    if not wrong:
+        return ""
+    shown = "; ".join(wrong[:5]) + (f"; and {len(wrong) - 5} more" if len(wrong) > 5 else "")
+    return (
+        f"weights={str(directory)!r}: {len(wrong)} tensors do not fit the model: {shown}; give the directory of a "
+        "model of these sizes"
+    )
 
 
 def full_state(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

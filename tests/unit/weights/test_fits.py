@@ -6,8 +6,11 @@ from safetensors.torch import load_file, save_file
 
 from tests.unit.families.shapes import SHAPES
 from torchtitan_rl.config.model import ModelConfig
+from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.launch.choice import backend_of
 from torchtitan_rl.model.spec import build_spec
-from torchtitan_rl.weights.hf import load_hf_weights, write_hf_dir
+from torchtitan_rl.tasks.letter_sort import LetterSort
+from torchtitan_rl.weights.hf import load_hf_weights, weights_misfit, write_hf_dir
 
 
 @pytest.fixture
@@ -67,3 +70,12 @@ def test_weights_of_another_model_are_refused_by_name(change, message, qwen2):
     text = str(caught.value)
     assert text.startswith(f"weights={str(directory)!r}: {message}") and text.endswith("of these sizes")
     assert ("and 15 more" in text) == message.startswith("20")
+    assert weights_misfit(ModelConfig(assets=str(directory), shape=shape)) == text  # before anything is built
+
+
+def test_a_run_is_refused_before_its_processes_start(qwen2):
+    _, _, shape, directory = qwen2
+    run = RunConfig(name="", task=LetterSort.Config(), model=ModelConfig(assets=str(directory), shape=shape))
+    assert backend_of("actors").missing_weights(run) == ""
+    (directory / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
+    assert "has no header" in backend_of("local").missing_weights(run)
