@@ -19,6 +19,7 @@ __all__ = [
     "can_cut_prompts",
     "head_dims",
     "packs_matrices",
+    "one_thread_numbers",
     "has_float8",
     "grouped_mm_multiple",
     "missing_grouped_mm",
@@ -85,6 +86,12 @@ def packs_matrices() -> bool:
     """Whether a generator multiplies by packed copies of its matrices: on a CPU a product of a few rows takes oneDNN a
     half to a quarter of the time then. The copies take as much memory as the matrices."""
     return device_type() == "cpu"
+
+
+def one_thread_numbers() -> int:
+    """torch computes on one thread what has fewer numbers than this, its grain size on a CPU. Operators of vLLM wake
+    all threads for any size, which takes longer than such work, above all on busy cores."""
+    return 2**15 if device_type() == "cpu" else 0
 
 
 def has_float8() -> bool:

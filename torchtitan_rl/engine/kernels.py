@@ -38,13 +38,20 @@ adapters.adapt_torchtitan()
 
 
 class KernelNorm(RMSNorm):
-    """An RMS norm in one operator, computed in float32 and rounded once, as torch's."""
+    """An RMS norm in one operator, computed in float32 and rounded once, as torch's. Few rows are torch's own: vLLM's
+    operator wakes every thread for them."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(RMSNorm.Config):
         pass
 
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self._one_thread = platform.one_thread_numbers()
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.numel() < self._one_thread:
+            return super().forward(x)
         x = x.contiguous()  # the kernel reads rows one after the other, whatever the strides
         out = torch.empty_like(x)
         ops.rms_norm(out, x, self.weight, self.eps)
