@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torchtitan.models.common.attention import FusedQKVLinear, GQAttention
+from torchtitan.models.common.feed_forward import FeedForward
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE
@@ -27,6 +28,7 @@ __all__ = [
     "KernelHalfRotation",
     "KernelPairRotation",
     "KernelAttention",
+    "PackedFeedForward",
     "PackedLinear",
     "SplitQKVLinear",
     "changed",
@@ -139,6 +141,29 @@ class PackedLinear(Linear):
         return ops.onednn_mm(self._packed, input, self.bias)
 
 
+class PackedFeedForward(FeedForward):
+    """A feed-forward that multiplies its input once, by the packed rows of `w1` and then of `w3`. Neither has a bias,
+    and neither has a packed copy of its own."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FeedForward.Config):
+        pass
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self._packed: Any = None
+
+    def pack(self) -> None:
+        """Packs both matrices as they are now; call after every change of them."""
+        self._packed = ops.create_onednn_mm(torch.cat([self.w1.weight, self.w3.weight]).t())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._packed is None:
+            return super().forward(x)
+        gate, up = ops.onednn_mm(self._packed, x, None).chunk(2, dim=-1)
+        return self.w2(F.silu(gate) * up)
+
+
 class SplitQKVLinear(FusedQKVLinear):
     """The fused matrix of query, key and value. torchtitan's has the heads of a group of query heads together, so that
     its products have to be copied apart; the packed copy has all query rows before key and value rows."""
@@ -217,6 +242,10 @@ def with_kernels(config: Any) -> Any:
         return changed(config, SplitQKVLinear.Config)  # which packs its matrix itself
     if type(config) is RMSNorm.Config and config.normalized_shape % _NORM_MULTIPLE:
         return config
+    if type(config) is FeedForward.Config and all(
+        type(w) is Linear.Config and not w.bias for w in (config.w1, config.w3)
+    ):
+        return changed(config, PackedFeedForward.Config, w2=with_kernels(config.w2))
     parts = {f.name: with_kernels(getattr(config, f.name)) for f in dataclasses.fields(config) if f.init}
     kernels = _KERNELS.get(type(config), type(config))
     if type(config) is GQAttention.Config and _stays_flat(parts):
@@ -240,5 +269,5 @@ def pack_matrices(model: torch.nn.Module) -> None:
     """Packs the matrices of a model whose parameters have changed, where the platform packs."""
     if platform.packs_matrices() and ops._supports_onednn:  # a build without oneDNN multiplies by plain matrices
         for module in model.modules():
-            if isinstance(module, PackedLinear | SplitQKVLinear):
+            if isinstance(module, PackedLinear | PackedFeedForward | SplitQKVLinear):
                 module.pack()

@@ -12,6 +12,7 @@ from torchtitan_rl.families import DeepseekV3Shape, GptOssShape, Llama3Shape, Qw
 adapters.prepare_vllm(eager=True)
 
 from torchtitan.models.common.attention import FusedQKVLinear  # noqa: E402
+from torchtitan.models.common.feed_forward import FeedForward  # noqa: E402
 from torchtitan.models.common.linear import Linear  # noqa: E402
 from torchtitan.models.common.nn_modules import RMSNorm  # noqa: E402
 from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE  # noqa: E402
@@ -101,6 +102,26 @@ def test_a_packed_matrix_is_packed_again_after_a_change():
         assert_equal_up_to_rounding(fast(torch.ones(2, 32)), plain(torch.ones(2, 32)))
 
 
+def feed_forward(bias):
+    inner, outer = (Linear.Config(in_features=a, out_features=b, bias=bias) for a, b in ((48, 80), (80, 48)))
+    return FeedForward.Config(w1=inner, w2=outer, w3=inner)
+
+
+@DTYPES
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_packed_feed_forward_is_the_plain_one_before_and_after_a_change(dtype, bias):
+    plain, fast = built(feed_forward(bias), dtype)
+    assert isinstance(fast, kernels.PackedFeedForward) is not bias
+    rows = torch.randn(1, 5, 48, dtype=dtype)
+    with torch.inference_mode():
+        assert_equal_up_to_rounding(fast(rows), plain(rows))
+        for factor in (1, -3):
+            for module in (plain, fast):
+                module.w3.weight.mul_(factor)
+            kernels.pack_matrices(fast)
+            assert torch.allclose(fast(rows), plain(rows), rtol=1e-5 if dtype == torch.float32 else 2**-5, atol=1e-5)
+
+
 @DTYPES
 @pytest.mark.parametrize("bias", [False, True])
 def test_query_key_and_value_of_a_packed_matrix_are_those_of_the_fused_one(dtype, bias):
@@ -133,6 +154,7 @@ def test_the_estimate_of_packed_copies_is_near_what_is_packed(name):
         model = kernels.with_kernels(build_spec(ModelConfig(shape=shape)).model).build()
     linears = [m for m in model.modules() if isinstance(m, kernels.PackedLinear)]
     linears += [m.wqkv for m in model.modules() if isinstance(m, kernels.SplitQKVLinear)]
+    linears += [w for m in model.modules() if isinstance(m, kernels.PackedFeedForward) for w in (m.w1, m.w3)]
     packed = sum(linear.weight.numel() for linear in linears)
     estimate = generator_parts(GeneratorConfig(dtype="float32"), shape, "cpu")["packed"] / 4
     assert estimate == pytest.approx(packed, rel=0.05)  # a family's `layer_extras` are left out
