@@ -2,6 +2,9 @@
 
 The modules keep torchtitan's parameters and names. Their forwards call the operators of vLLM's own models, which take
 a fraction of the time that several operators of torch take for the few rows of a decode step. No gradients.
+
+A compiler gets norms and rotations in torch's operators, which it fuses with their neighbours, and calls the packed
+products and attention as they are.
 """
 
 from __future__ import annotations
@@ -52,7 +55,7 @@ class KernelNorm(RMSNorm):
         self._one_thread = platform.one_thread_numbers()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.numel() < self._one_thread:
+        if torch.compiler.is_compiling() or x.numel() < self._one_thread:
             return super().forward(x)
         x = x.contiguous()  # the kernel reads rows one after the other, whatever the strides
         out = torch.empty_like(x)
@@ -109,9 +112,28 @@ def _rotated_heads(rotation: KernelHalfRotation | KernelPairRotation, query, key
 
 def _rotated(query, key, positions, head_dim, table, *, halves):
     """Query and key, rotated in float32 as torchtitan rotates: float32 in place, other dtypes in a copy."""
+    if torch.compiler.is_compiling():
+        cosines, sines = (part[:, None] for part in table[positions].chunk(2, dim=-1))
+        turn = _turned_halves if halves else _turned_pairs
+        return turn(query, head_dim, cosines, sines), turn(key, head_dim, cosines, sines)
     rotated_query, rotated_key = query.float(), key.float()
     ops.rotary_embedding(positions, rotated_query, rotated_key, head_dim, table, halves)
     return rotated_query.to(query.dtype), rotated_key.to(key.dtype)
+
+
+def _turned_halves(flat: torch.Tensor, head_dim: int, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    """Heads (tokens, heads x head_dim), of which dimension i is paired with i + head_dim / 2, in torch's operators.
+    Cosines and sines are (tokens, 1, head_dim / 2)."""
+    first, second = flat.unflatten(-1, (-1, head_dim)).float().chunk(2, dim=-1)
+    turned = torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
+    return turned.flatten(1).to(flat.dtype)
+
+
+def _turned_pairs(flat: torch.Tensor, head_dim: int, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    """As `_turned_halves`, of which dimension 2i is paired with 2i + 1."""
+    first, second = flat.unflatten(-1, (-1, head_dim // 2, 2)).float().unbind(-1)
+    turned = torch.stack([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
+    return turned.flatten(1).to(flat.dtype)
 
 
 class PackedLinear(Linear):

@@ -78,6 +78,28 @@ def test_a_rotation_is_torchtitans(config, dtype):
 
 
 @DTYPES
+@pytest.mark.parametrize("config", ROTATIONS, ids=["half", "amplified", "pair"])
+def test_what_a_compiler_reads_of_a_rotation_is_torchtitans(config, dtype, monkeypatch):
+    plain, fast = config.build(), kernels.with_kernels(config).build()
+    query, key = torch.randn(1, 9, 4, 16, dtype=dtype), torch.randn(1, 9, 2, 16, dtype=dtype)
+    positions = torch.randint(64, (1, 9))
+    expected = plain(query, key, positions)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.delattr(kernels.ops, "rotary_embedding")  # a compiler could not fuse it
+    for actual, wanted in zip(fast(query, key, positions), expected):
+        assert_equal_up_to_rounding(actual, wanted)
+
+
+def test_a_norm_that_a_compiler_reads_is_torchtitans(monkeypatch):
+    plain, fast = built(RMSNorm.Config(normalized_shape=16, eps=1e-5), torch.bfloat16)
+    rows = torch.randn(2**11, 16, dtype=torch.bfloat16)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.delattr(kernels.ops, "rms_norm")
+    with torch.no_grad():
+        assert torch.equal(fast(rows), plain(rows))
+
+
+@DTYPES
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_packed_product_is_the_plain_one_and_a_row_does_not_depend_on_its_batch(dtype, bias):
     plain, fast = built(Linear.Config(in_features=96, out_features=160, bias=bias), dtype)
