@@ -177,11 +177,11 @@ class GeneratorConfig:
     prompts stay eager, and nothing is compiled unless `compile` says so. The default is True because no GPU has run the
     graphs yet."""
     compile: bool = False
-    """True compiles the decoder with torch.compile, as vLLM compiles its own models. On a CPU this takes away most of
-    what small operators cost, and needs a C++ compiler. The start takes half a minute or more longer, with one forward
-    of `max_num_batched_tokens` tokens; a replica that starts again in the same run directory takes what was compiled
-    from vLLM's cache (`VLLM_CACHE_ROOT`, ~/.cache/vllm). On CUDA vLLM compiles the pieces between attention layers, and
-    captures graphs as well with `enforce_eager=False`; no GPU has run either. Not for families with states or experts,
+    """True compiles the decoder with torch.compile, as vLLM compiles its own models. On a CPU this fuses what is small
+    in an iteration, and needs a C++ compiler. The start takes about a minute longer, with one forward of
+    `max_num_batched_tokens` tokens; vLLM keeps what it has compiled in `VLLM_CACHE_ROOT` (~/.cache/vllm), by model
+    directory, so that each new run compiles. On CUDA vLLM compiles the pieces between attention layers, and captures
+    graphs as well with `enforce_eager=False`; no GPU has run either. Not for families with states or experts,
     with `tensor_parallel_degree` above 1, or with `model_impl="vllm"`, where `enforce_eager=False` compiles."""
     model_runner: Literal["auto", "v1", "v2"] = "auto"
     """Which of vLLM's two model runners serves. `auto` is vLLM's choice: v2 on a GPU, v1 on a CPU."""
