@@ -39,12 +39,15 @@ logger = logging.getLogger(__name__)
 
 
 def prepare_vllm(*, eager: bool) -> None:
-    """Turns torch.compile off for an eager vLLM on a CPU; call before importing vLLM.
+    """Turns torch.compile off for an eager vLLM on a CPU, and on for another; call before importing vLLM.
 
-    vLLM's sampler would compile a helper: that needs a C++ compiler, takes seconds at the first request, and makes
-    sampling no faster."""
-    if platform.device_type() == "cpu" and eager:
-        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    The sampler of an eager vLLM would compile a helper: that needs a C++ compiler, takes seconds at the first request,
+    and makes sampling no faster. A process that an eager vLLM's process has started inherits the variable."""
+    if platform.device_type() == "cpu":
+        if eager:
+            os.environ["TORCHDYNAMO_DISABLE"] = "1"
+        else:
+            os.environ.pop("TORCHDYNAMO_DISABLE", None)
 
 
 @contextmanager

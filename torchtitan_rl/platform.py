@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import shutil
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Literal
 
@@ -19,6 +20,8 @@ __all__ = [
     "can_cut_prompts",
     "head_dims",
     "packs_matrices",
+    "one_thread_numbers",
+    "missing_compiler",
     "has_float8",
     "grouped_mm_multiple",
     "missing_grouped_mm",
@@ -85,6 +88,20 @@ def packs_matrices() -> bool:
     """Whether a generator multiplies by packed copies of its matrices: on a CPU a product of a few rows takes oneDNN a
     half to a quarter of the time then. The copies take as much memory as the matrices."""
     return device_type() == "cpu"
+
+
+def one_thread_numbers() -> int:
+    """torch computes on one thread what has fewer numbers than this, its grain size on a CPU. Operators of vLLM wake
+    all threads for any size, which takes longer than such work, above all on busy cores."""
+    return 2**15 if device_type() == "cpu" else 0
+
+
+def missing_compiler() -> str:
+    """Why torch cannot compile a model for this device; empty when it can. For a CPU torch writes C++."""
+    names = tuple(filter(None, (os.environ.get("CXX"), "g++", "clang++")))
+    if device_type() == "cuda" or any(map(shutil.which, names)):
+        return ""
+    return f"torch compiles for a CPU with a C++ compiler, and PATH has none of {', '.join(names)}"
 
 
 def has_float8() -> bool:

@@ -30,7 +30,7 @@ def untrained_dir(directory: Path, model: ModelConfig) -> Path:
 def started(config: GeneratorConfig, model_dir: Path) -> Iterator:
     """An `engine.Engine` that is ready, with vLLM's random weights. One a process: vLLM has global state."""
     prepare_environment()
-    adapters.prepare_vllm(eager=config.enforce_eager)
+    adapters.prepare_vllm(eager=config.is_eager)
     platform.local_device(0)
     from torchtitan_rl.engine.engine import Engine
 

@@ -133,3 +133,21 @@ def test_a_bfloat16_generator_stays_near_the_trainer(loop, tmp_path):
     )
     for largest, kl in (_mismatch(scored, trained), _mismatch(*both)):
         assert 1e-4 < largest < 0.1 and kl <= 1e-3, (largest, kl)
+
+
+def test_a_compiled_generator_says_what_an_eager_one_says_before_and_after_a_load(
+    loop, reference, tmp_path, monkeypatch
+):
+    """The compiled code reads the weights of the second load, and is vLLM's, in the cache of this test."""
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # as an eager engine leaves it
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    config = small_config(tmp_path / "run", generator__compile=True, generator__max_num_batched_tokens=1024)
+    _, trained, scored, sampled, both = loop.run_until_complete(_two_steps(config))
+    assert list((tmp_path / "cache").rglob("torch_aot_compile/*/rank_0_0/model"))
+    _, _, expected_scored, expected_sampled, _ = reference
+    assert (scored - expected_scored).abs().max() <= 1e-5
+    for completion, expected in zip(sampled, expected_sampled):
+        assert completion.tokens == expected.tokens
+        assert torch.allclose(torch.tensor(completion.logprobs), torch.tensor(expected.logprobs), atol=1e-5)
+    for largest, kl in (_mismatch(scored, trained), _mismatch(*both)):
+        assert largest <= 2e-5 and kl <= 1e-9, (largest, kl)

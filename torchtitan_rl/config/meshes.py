@@ -174,7 +174,15 @@ class GeneratorConfig:
     """`torchtitan` runs the trainer's model inside vLLM; `vllm` runs vLLM's own model of the family."""
     enforce_eager: bool = True
     """True runs every step kernel by kernel. False captures decoding in CUDA graphs, one for each of a few batch sizes;
-    prompts stay eager, and nothing is compiled. The default is True because no GPU has run the graphs yet."""
+    prompts stay eager, and nothing is compiled unless `compile` says so. The default is True because no GPU has run the
+    graphs yet."""
+    compile: bool = False
+    """True compiles the decoder with torch.compile, as vLLM compiles its own models. On a CPU this fuses what is small
+    in an iteration, and needs a C++ compiler. The start takes about a minute longer, with one forward of
+    `max_num_batched_tokens` tokens; vLLM keeps what it has compiled in `VLLM_CACHE_ROOT` (~/.cache/vllm), by model
+    directory, so that each new run compiles. On CUDA vLLM compiles the pieces between attention layers, and captures
+    graphs as well with `enforce_eager=False`; no GPU has run either. Not for families with states or experts,
+    with `tensor_parallel_degree` above 1, or with `model_impl="vllm"`, where `enforce_eager=False` compiles."""
     model_runner: Literal["auto", "v1", "v2"] = "auto"
     """Which of vLLM's two model runners serves. `auto` is vLLM's choice: v2 on a GPU, v1 on a CPU."""
     num_threads: Annotated[int, Ge(0), Hint("use 0 to share the cores among the ranks")] = 0
@@ -199,6 +207,11 @@ class GeneratorConfig:
     """Seconds between two signs of life of a replica's engine."""
     hang_timeout_s: Annotated[float, Gt(0), Hint("use seconds")] = 120.0
     """Seconds without a sign of life after which a replica is lost. Longer than an engine's longest iteration."""
+
+    @property
+    def is_eager(self) -> bool:
+        """Whether vLLM neither compiles nor captures anything."""
+        return self.enforce_eager and not self.compile
 
 
 @dataclass(kw_only=True, slots=True)

@@ -13,8 +13,7 @@ from torchtitan_rl.model.shape import resolve_shape
 
 __all__ = ["engine_args"]
 
-# For a class without `@support_torch_compile`, vLLM's V2 model runner reduces vLLM's default (compiled pieces, and
-# graphs) to these settings. Set explicitly, V1 does the same and neither runner compiles.
+# Graphs of decoding, and nothing compiled, in either of vLLM's model runners.
 _CAPTURE_DECODING = {"mode": "NONE", "cudagraph_mode": "FULL_DECODE_ONLY"}
 
 
@@ -42,8 +41,8 @@ def engine_args(config: GeneratorConfig, model: ModelConfig, seed: int, *, sleep
         async_scheduling=False,
         kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30),
         gpu_memory_utilization=0.1,  # bounds only the memory free at the start: kv_cache_memory_bytes sizes the cache
-        enforce_eager=config.enforce_eager,
-        compilation_config=_CAPTURE_DECODING if config.model_impl == "torchtitan" and not config.enforce_eager else {},
+        enforce_eager=config.is_eager,
+        compilation_config=_compilation(config),
         enable_sleep_mode=sleeps and platform.can_sleep(),
         # A state is of all tokens before it: vLLM could share states at the ends of blocks alone, and only where it may
         # cut prompts there.
@@ -54,3 +53,10 @@ def engine_args(config: GeneratorConfig, model: ModelConfig, seed: int, *, sleep
         logprobs_mode="processed_logprobs",  # of the sampling distribution, after temperature
         max_logprobs=-1,  # `Request.top_k` may be as large as the vocabulary
     )
+
+
+def _compilation(config: GeneratorConfig) -> dict[str, str]:
+    """What differs from vLLM's default, which compiles and captures unless `enforce_eager` forbids both."""
+    if config.compile:
+        return {"cudagraph_mode": "NONE"} if config.enforce_eager else {}
+    return _CAPTURE_DECODING if config.model_impl == "torchtitan" and not config.enforce_eager else {}

@@ -2,6 +2,9 @@
 
 The modules keep torchtitan's parameters and names. Their forwards call the operators of vLLM's own models, which take
 a fraction of the time that several operators of torch take for the few rows of a decode step. No gradients.
+
+A compiler gets norms and rotations in torch's operators, which it fuses with their neighbours, and calls the packed
+products and attention as they are.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torchtitan.models.common.attention import FusedQKVLinear, GQAttention
+from torchtitan.models.common.feed_forward import FeedForward
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE
@@ -27,6 +31,7 @@ __all__ = [
     "KernelHalfRotation",
     "KernelPairRotation",
     "KernelAttention",
+    "PackedFeedForward",
     "PackedLinear",
     "SplitQKVLinear",
     "changed",
@@ -38,13 +43,20 @@ adapters.adapt_torchtitan()
 
 
 class KernelNorm(RMSNorm):
-    """An RMS norm in one operator, computed in float32 and rounded once, as torch's."""
+    """An RMS norm in one operator, computed in float32 and rounded once, as torch's. Few rows are torch's own: vLLM's
+    operator wakes every thread for them."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(RMSNorm.Config):
         pass
 
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self._one_thread = platform.one_thread_numbers()
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling() or x.numel() < self._one_thread:
+            return super().forward(x)
         x = x.contiguous()  # the kernel reads rows one after the other, whatever the strides
         out = torch.empty_like(x)
         ops.rms_norm(out, x, self.weight, self.eps)
@@ -100,9 +112,28 @@ def _rotated_heads(rotation: KernelHalfRotation | KernelPairRotation, query, key
 
 def _rotated(query, key, positions, head_dim, table, *, halves):
     """Query and key, rotated in float32 as torchtitan rotates: float32 in place, other dtypes in a copy."""
+    if torch.compiler.is_compiling():
+        cosines, sines = (part[:, None] for part in table[positions].chunk(2, dim=-1))
+        turn = _turned_halves if halves else _turned_pairs
+        return turn(query, head_dim, cosines, sines), turn(key, head_dim, cosines, sines)
     rotated_query, rotated_key = query.float(), key.float()
     ops.rotary_embedding(positions, rotated_query, rotated_key, head_dim, table, halves)
     return rotated_query.to(query.dtype), rotated_key.to(key.dtype)
+
+
+def _turned_halves(flat: torch.Tensor, head_dim: int, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    """Heads (tokens, heads x head_dim), of which dimension i is paired with i + head_dim / 2, in torch's operators.
+    Cosines and sines are (tokens, 1, head_dim / 2)."""
+    first, second = flat.unflatten(-1, (-1, head_dim)).float().chunk(2, dim=-1)
+    turned = torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
+    return turned.flatten(1).to(flat.dtype)
+
+
+def _turned_pairs(flat: torch.Tensor, head_dim: int, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    """As `_turned_halves`, of which dimension 2i is paired with 2i + 1."""
+    first, second = flat.unflatten(-1, (-1, head_dim // 2, 2)).float().unbind(-1)
+    turned = torch.stack([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
+    return turned.flatten(1).to(flat.dtype)
 
 
 class PackedLinear(Linear):
@@ -130,6 +161,29 @@ class PackedLinear(Linear):
         if self._packed is None:
             return F.linear(input, self.weight, self.bias)
         return ops.onednn_mm(self._packed, input, self.bias)
+
+
+class PackedFeedForward(FeedForward):
+    """A feed-forward that multiplies its input once, by the packed rows of `w1` and then of `w3`. Neither has a bias,
+    and neither has a packed copy of its own."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FeedForward.Config):
+        pass
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self._packed: Any = None
+
+    def pack(self) -> None:
+        """Packs both matrices as they are now; call after every change of them."""
+        self._packed = ops.create_onednn_mm(torch.cat([self.w1.weight, self.w3.weight]).t())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._packed is None:
+            return super().forward(x)
+        gate, up = ops.onednn_mm(self._packed, x, None).chunk(2, dim=-1)
+        return self.w2(F.silu(gate) * up)
 
 
 class SplitQKVLinear(FusedQKVLinear):
@@ -210,6 +264,10 @@ def with_kernels(config: Any) -> Any:
         return changed(config, SplitQKVLinear.Config)  # which packs its matrix itself
     if type(config) is RMSNorm.Config and config.normalized_shape % _NORM_MULTIPLE:
         return config
+    if type(config) is FeedForward.Config and all(
+        type(w) is Linear.Config and not w.bias for w in (config.w1, config.w3)
+    ):
+        return changed(config, PackedFeedForward.Config, w2=with_kernels(config.w2))
     parts = {f.name: with_kernels(getattr(config, f.name)) for f in dataclasses.fields(config) if f.init}
     kernels = _KERNELS.get(type(config), type(config))
     if type(config) is GQAttention.Config and _stays_flat(parts):
@@ -233,5 +291,5 @@ def pack_matrices(model: torch.nn.Module) -> None:
     """Packs the matrices of a model whose parameters have changed, where the platform packs."""
     if platform.packs_matrices() and ops._supports_onednn:  # a build without oneDNN multiplies by plain matrices
         for module in model.modules():
-            if isinstance(module, PackedLinear | SplitQKVLinear):
+            if isinstance(module, PackedLinear | PackedFeedForward | SplitQKVLinear):
                 module.pack()

@@ -19,10 +19,12 @@ CPU) and V2 (`vllm/v1/worker/gpu/model_runner.py`). vLLM takes V2 where Triton r
 | `KVCacheConfig.needs_kv_cache_zeroing` | replaced in `adapters.py` while an engine is built | as V1 |
 | `torch.ops._C.fused_gumbel_argmax` | called in `noise.py`, on a CPU | no |
 | `_custom_ops`: `rms_norm`, `rotary_embedding` | called in `kernels.py` | as V1 |
+| `support_torch_compile`, `ignore_torch_compile` | on the classes of `vllm_model.py` | as V1 |
 | `_custom_ops`: `create_onednn_mm`, `onednn_mm`, `_supports_onednn` | called in `kernels.py`, on a CPU | no |
 
 `vllm_model`'s `load_weights` and vLLM's `reload_weights` copy into the existing parameters. A captured CUDA graph holds
-the addresses of these parameters and thus reads the new weights.
+the addresses of these parameters and thus reads the new weights. Compiled code takes each parameter, and the handle of
+each packed matrix, from its module at every call.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from functools import cached_property
 
 import torch
 from torch import nn
+from vllm.compilation.decorators import ignore_torch_compile, support_torch_compile
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
@@ -34,6 +35,7 @@ class EngineShape:
         return hashlib.sha256(repr(self.shape).encode()).hexdigest()
 
 
+@support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": 0, "inputs_embeds": 0})
 class TorchtitanForCausalLM(nn.Module):
     """vLLM's model interface over torchtitan's decoder, built from the generator's spec. vLLM asks the class whether a
     model's layers keep states: with those it is the subclass `TorchtitanWithStates`."""
@@ -47,6 +49,7 @@ class TorchtitanForCausalLM(nn.Module):
         spec = generator_spec(with_positions(build_spec(ModelConfig(shape=shape)), longest), self.tp_size)
         self.decoder = spec.model.build()
         self.decoder.requires_grad_(False)
+        pack_matrices(self.decoder)  # compiled code keeps the operators of its first call, which is before any weights
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         return self.decoder.tok_embeddings(input_ids)
@@ -107,6 +110,7 @@ class TorchtitanForCausalLM(nn.Module):
         return module.state_dict()[key]
 
 
+@ignore_torch_compile
 class TorchtitanWithStates(TorchtitanForCausalLM):
     """A model with layers that keep a state of each sequence instead of keys and values."""
 

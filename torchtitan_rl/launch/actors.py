@@ -154,7 +154,7 @@ class ActorLauncher:
             self._spares = Spares(
                 config.num_spares,
                 config.tensor_parallel_degree,
-                eager=config.enforce_eager,
+                eager=config.is_eager,
                 spawn=self._spawn,
                 on_pids=self.pids.extend,
             )

@@ -48,11 +48,39 @@ def check_engine(generator: GeneratorConfig, shape: DecoderShape) -> None:
         )
     if generator.model_impl == "vllm" and (fault := shape.own_model_fault(platform.device_type())):
         raise ValueError(f"generator.model_impl='vllm': {fault}; use 'torchtitan'")
+    if generator.compile:
+        _check_compiled(generator, shape)
     if shape.state_sizes and generator.model_impl == "torchtitan" and not generator.enforce_eager:
         raise ValueError(
             f"generator.enforce_eager=False: layers of a {shape.name} lay out each step's requests on the host, which "
             "a CUDA graph cannot capture; use True"
         )
+
+
+def _check_compiled(generator: GeneratorConfig, shape: DecoderShape) -> None:
+    """Raises ValueError for an engine that cannot be compiled."""
+    if generator.model_impl == "vllm":
+        raise ValueError(
+            "generator.compile=True: is for torchtitan's model, and vLLM compiles its own with "
+            "generator.enforce_eager=False; use False"
+        )
+    if generator.tensor_parallel_degree > 1:
+        raise ValueError(
+            f"generator.compile=True: is not tested with generator.tensor_parallel_degree="
+            f"{generator.tensor_parallel_degree}, whose ranks add up within the compiled code; use 1, or compile=False"
+        )
+    if shape.state_sizes:
+        raise ValueError(
+            f"generator.compile=True: layers of a {shape.name} lay out each step's requests on the host, which a "
+            "compiled graph cannot do; use False"
+        )
+    if shape.experts is not None:
+        raise ValueError(
+            f"generator.compile=True: torch's compiler knows the matrix product of a {shape.name}'s experts in "
+            "bfloat16 alone, and that is not tested; use False"
+        )
+    if fault := platform.missing_compiler():
+        raise ValueError(f"generator.compile=True: {fault}; install one, or use False")
 
 
 def check_generator_of_experts(config: RunConfig, shape: DecoderShape) -> None:

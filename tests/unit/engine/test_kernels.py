@@ -12,6 +12,7 @@ from torchtitan_rl.families import DeepseekV3Shape, GptOssShape, Llama3Shape, Qw
 adapters.prepare_vllm(eager=True)
 
 from torchtitan.models.common.attention import FusedQKVLinear  # noqa: E402
+from torchtitan.models.common.feed_forward import FeedForward  # noqa: E402
 from torchtitan.models.common.linear import Linear  # noqa: E402
 from torchtitan.models.common.nn_modules import RMSNorm  # noqa: E402
 from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE  # noqa: E402
@@ -49,19 +50,21 @@ def assert_equal_up_to_rounding(actual, expected):
 
 
 @DTYPES
-def test_a_norm_is_torchtitans_for_rows_of_any_strides(dtype):
+@pytest.mark.parametrize("num_rows", [7, platform.one_thread_numbers() // 32])  # torch's norm, and the kernel's
+def test_a_norm_is_torchtitans_for_rows_of_any_strides(dtype, num_rows):
     plain, fast = built(RMSNorm.Config(normalized_shape=16, eps=1e-5), dtype)
-    rows = torch.randn(7, 64, dtype=dtype)
+    rows = torch.randn(num_rows, 64, dtype=dtype)
     heads = rows[:, 16:48].unflatten(-1, (2, 16))  # a view: a kernel that took it for contiguous would read other rows
     with torch.no_grad():
         assert_equal_up_to_rounding(fast(heads), plain(heads))
+        assert_equal_up_to_rounding(fast(heads[:3]), fast(heads)[:3])
 
 
 def test_a_norm_of_a_size_that_the_kernel_refuses_stays_torchtitans():
     config = RMSNorm.Config(normalized_shape=20, eps=1e-5)
     assert type(kernels.with_kernels(config)) is RMSNorm.Config
     with pytest.raises(RuntimeError, match="hidden_size"):  # when this passes, the exception can go
-        kernels.KernelNorm.Config(normalized_shape=20, eps=1e-5).build()(torch.ones(3, 20))
+        kernels.KernelNorm.Config(normalized_shape=20, eps=1e-5).build()(torch.ones(2**11, 20))
 
 
 @DTYPES
@@ -72,6 +75,28 @@ def test_a_rotation_is_torchtitans(config, dtype):
     positions = torch.randint(64, (1, 9))
     for actual, expected in zip(fast(query.clone(), key.clone(), positions), plain(query, key, positions)):
         assert_equal_up_to_rounding(actual, expected)
+
+
+@DTYPES
+@pytest.mark.parametrize("config", ROTATIONS, ids=["half", "amplified", "pair"])
+def test_what_a_compiler_reads_of_a_rotation_is_torchtitans(config, dtype, monkeypatch):
+    plain, fast = config.build(), kernels.with_kernels(config).build()
+    query, key = torch.randn(1, 9, 4, 16, dtype=dtype), torch.randn(1, 9, 2, 16, dtype=dtype)
+    positions = torch.randint(64, (1, 9))
+    expected = plain(query, key, positions)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.delattr(kernels.ops, "rotary_embedding")  # a compiler could not fuse it
+    for actual, wanted in zip(fast(query, key, positions), expected):
+        assert_equal_up_to_rounding(actual, wanted)
+
+
+def test_a_norm_that_a_compiler_reads_is_torchtitans(monkeypatch):
+    plain, fast = built(RMSNorm.Config(normalized_shape=16, eps=1e-5), torch.bfloat16)
+    rows = torch.randn(2**11, 16, dtype=torch.bfloat16)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.delattr(kernels.ops, "rms_norm")
+    with torch.no_grad():
+        assert torch.equal(fast(rows), plain(rows))
 
 
 @DTYPES
@@ -97,6 +122,26 @@ def test_a_packed_matrix_is_packed_again_after_a_change():
             module.weight.mul_(-3)
         kernels.pack_matrices(fast)
         assert_equal_up_to_rounding(fast(torch.ones(2, 32)), plain(torch.ones(2, 32)))
+
+
+def feed_forward(bias):
+    inner, outer = (Linear.Config(in_features=a, out_features=b, bias=bias) for a, b in ((48, 80), (80, 48)))
+    return FeedForward.Config(w1=inner, w2=outer, w3=inner)
+
+
+@DTYPES
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_packed_feed_forward_is_the_plain_one_before_and_after_a_change(dtype, bias):
+    plain, fast = built(feed_forward(bias), dtype)
+    assert isinstance(fast, kernels.PackedFeedForward) is not bias
+    rows = torch.randn(1, 5, 48, dtype=dtype)
+    with torch.inference_mode():
+        assert_equal_up_to_rounding(fast(rows), plain(rows))
+        for factor in (1, -3):
+            for module in (plain, fast):
+                module.w3.weight.mul_(factor)
+            kernels.pack_matrices(fast)
+            assert torch.allclose(fast(rows), plain(rows), rtol=1e-5 if dtype == torch.float32 else 2**-5, atol=1e-5)
 
 
 @DTYPES
@@ -131,6 +176,7 @@ def test_the_estimate_of_packed_copies_is_near_what_is_packed(name):
         model = kernels.with_kernels(build_spec(ModelConfig(shape=shape)).model).build()
     linears = [m for m in model.modules() if isinstance(m, kernels.PackedLinear)]
     linears += [m.wqkv for m in model.modules() if isinstance(m, kernels.SplitQKVLinear)]
+    linears += [w for m in model.modules() if isinstance(m, kernels.PackedFeedForward) for w in (m.w1, m.w3)]
     packed = sum(linear.weight.numel() for linear in linears)
     estimate = generator_parts(GeneratorConfig(dtype="float32"), shape, "cpu")["packed"] / 4
     assert estimate == pytest.approx(packed, rel=0.05)  # a family's `layer_extras` are left out

@@ -117,6 +117,15 @@ def test_graphs_are_of_decoding_only_and_nothing_is_compiled():
         assert args.enforce_eager is default.enforce_eager and args.compilation_config.mode is None
 
 
+def test_a_compiled_engine_captures_graphs_where_enforce_eager_does_not_forbid_it():
+    eager, graphs = (GeneratorConfig(compile=True, enforce_eager=eager) for eager in (True, False))
+    for config in (eager, graphs):
+        args = engine_args(config, MODEL, seed=3)
+        assert args.enforce_eager is False and args.compilation_config.mode is None  # vLLM's default compiles
+    assert engine_args(eager, MODEL, seed=3).compilation_config.cudagraph_mode == CUDAGraphMode.NONE
+    assert engine_args(graphs, MODEL, seed=3).compilation_config.cudagraph_mode is None
+
+
 def test_a_load_leaves_every_parameter_where_it_lies():
     """A captured CUDA graph reads the addresses it was captured with."""
     model = TorchtitanForCausalLM.__new__(TorchtitanForCausalLM)

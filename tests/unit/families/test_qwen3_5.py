@@ -148,9 +148,10 @@ def test_the_cache_of_an_engine_has_keys_of_a_quarter_of_the_layers_and_states_o
     "changes, words",
     [
         ({"enforce_eager": False}, "generator.enforce_eager=False: layers of a qwen3_5 lay out each step's requests"),
+        ({"compile": True}, "generator.compile=True: layers of a qwen3_5 lay out each step's requests on the host"),
         ({"kv_cache_gib": 1e-5}, "bytes of states, less than one sequence of generator.max_model_len=64; use at least"),
     ],
-    ids=["graphs", "cache"],
+    ids=["graphs", "compiled", "cache"],
 )
 def test_an_engine_that_cannot_run_the_states_is_refused(changes, words):
     config = GeneratorConfig(dtype="float32", max_model_len=64, **{"max_num_seqs": 64} | changes)

@@ -383,6 +383,13 @@ def test_experts_that_ask_the_host_are_not_captured(monkeypatch):
     )
 
 
+def test_experts_are_not_compiled():
+    assert invalid("--generator.compile") == (
+        "generator.compile=True: torch's compiler knows the matrix product of a qwen3's experts in bfloat16 alone, and "
+        "that is not tested; use False"
+    )
+
+
 def test_sizes_that_the_experts_kernel_cannot_take():
     needs = "is not a multiple of {}, which the experts' kernel needs with {}={!r}; use a multiple"
     fp32, bf16 = (4, "trainer.training.mixed_precision_param", "float32"), (8, "generator.dtype", "bfloat16")

@@ -1,5 +1,7 @@
 """What the engine would refuse once it has started is refused before."""
 
+import shutil
+
 import torch
 
 from tests.kit.refusal import refusal
@@ -66,3 +68,30 @@ def test_vllms_own_model_is_refused_where_it_computes_another(monkeypatch):
     )
     config.generator.model_impl = "torchtitan"
     validate(config)
+
+
+def test_an_engine_that_cannot_be_compiled(monkeypatch):
+    config = run_config()
+    config.generator.compile = True
+    validate(config)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        patch.setattr(shutil, "which", lambda name: None)
+        patch.setenv("CXX", "c++-13")
+        assert refusal(validate, config) == (
+            "generator.compile=True: torch compiles for a CPU with a C++ compiler, and PATH has none of c++-13, g++, "
+            "clang++; install one, or use False"
+        )
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        validate(config)
+    config.generator.model_impl = "vllm"
+    assert refusal(validate, config) == (
+        "generator.compile=True: is for torchtitan's model, and vLLM compiles its own with "
+        "generator.enforce_eager=False; use False"
+    )
+    config.generator.model_impl = "torchtitan"
+    config.generator.tensor_parallel_degree = 2
+    assert refusal(validate, config) == (
+        "generator.compile=True: is not tested with generator.tensor_parallel_degree=2, whose ranks add up within the "
+        "compiled code; use 1, or compile=False"
+    )

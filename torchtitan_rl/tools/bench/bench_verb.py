@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         check_device(args.device)
         for subject, workload in _workloads(args):
-            check_memory(subject, workload, compiled=not args.short and generation.can_compile())
+            check_memory(subject, workload, compiled=not args.short and not platform.missing_compiler())
     except CannotMeasure as error:
         say(f"error: {error}", event="error", level="error")
         return 2
@@ -125,7 +125,7 @@ def _measured(
     with tempfile.TemporaryDirectory(prefix="torchtitan-rl-", ignore_cleanup_errors=True) as directory:
         scratch = Path(directory)
         if subject == "generate":
-            compiled = not args.short and generation.can_compile()
+            compiled = not args.short and not platform.missing_compiler()
             return generation.measure_generation(
                 workload, args.lengths, args.repeats, scratch, note_here, compiled=compiled
             )

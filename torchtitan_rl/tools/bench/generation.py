@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -19,13 +18,13 @@ from torchtitan_rl import adapters, platform
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.launch.actors import ActorLauncher
-from torchtitan_rl.tools.bench.measurement import OURS, Measurement, Repeat
+from torchtitan_rl.tools.bench.measurement import OURS, OURS_COMPILED, Measurement, Repeat
 from torchtitan_rl.tools.bench.side import Once, OpenSide, in_turn, opened
 from torchtitan_rl.tools.bench.step_parts import StepRecorder, step_parts
 from torchtitan_rl.tools.bench.workload import Lengths, Workload
 from torchtitan_rl.types import SamplingParams
 
-__all__ = ["CALL_S", "COMPILED", "EAGER", "can_compile", "measure_generation"]
+__all__ = ["CALL_S", "COMPILED", "EAGER", "measure_generation"]
 
 EAGER, COMPILED = "vLLM eager", "vLLM compiled"
 CALL_S = 600.0
@@ -41,45 +40,41 @@ def measure_generation(
     *,
     compiled: bool,
 ) -> list[Measurement]:
-    """A measurement per distribution of lengths. `compiled`: vLLM alone also runs compiled; the faster one counts."""
-    model, timeline = scratch / "model", scratch / "timeline"
+    """A measurement per distribution of lengths. `compiled`: both sides also run compiled; the faster one counts."""
+    model = scratch / "model"
+    timelines = {OURS: scratch / "timeline", OURS_COMPILED: scratch / "timeline-compiled"}
     workload.write_model(model)
     sides: dict[str, OpenSide] = {
-        OURS: partial(_ours, workload, model, timeline),
+        OURS: partial(_ours, workload, model, timelines[OURS], compiled=False),
         EAGER: partial(_vllm_alone, workload, model, eager=True),
     }
     if compiled:
+        sides[OURS_COMPILED] = partial(_ours, workload, model, timelines[OURS_COMPILED], compiled=True)
         sides[COMPILED] = partial(_vllm_alone, workload, model, eager=False)
     note(f"starting {', '.join(sides)}")
     with opened(sides, scratch / "logs") as processes:
         measured = in_turn(processes, all_lengths, repeats, note)
-    return [
-        Measurement(
-            name=f"generate {workload.size} {workload.dtype} {lengths}",
-            unit="tokens",
-            sides=of_sides,
-            parts=step_parts(timeline, [repeat.step for repeat in of_sides[OURS]]),
-        )
+    measurements = [
+        Measurement(name=f"generate {workload.size} {workload.dtype} {lengths}", unit="tokens", sides=of_sides)
         for lengths, of_sides in measured.items()
     ]
-
-
-def can_compile() -> bool:
-    """Whether there is the C++ compiler with which torch compiles a model for a CPU."""
-    return platform.device_type() == "cuda" or any(
-        shutil.which(name) for name in (os.environ.get("CXX"), "g++", "clang++") if name
-    )
+    for measurement in measurements:
+        steps = [repeat.step for repeat in measurement.sides[measurement.best]]
+        measurement.parts = step_parts(timelines[measurement.best], steps)
+    return measurements
 
 
 @asynccontextmanager
-async def _ours(workload: Workload, model: Path, timeline: Path) -> AsyncIterator[Once]:
+async def _ours(workload: Workload, model: Path, timeline: Path, *, compiled: bool) -> AsyncIterator[Once]:
     """A generator as a run has it, and the sampling client in this process."""
-    recorder = StepRecorder(timeline)
+    os.environ["VLLM_CACHE_ROOT"] = str(model.parent / "compiled")
+    recorder, generator_config = StepRecorder(timeline), workload.generator()
+    generator_config.compile = compiled
     config = RunConfig(
         name="bench",
         task=None,
         model=ModelConfig(assets=str(model), shape=workload.shape, pretrained=True),
-        generator=workload.generator(),
+        generator=generator_config,
     )
     launcher = ActorLauncher(log_dir=None, start_timeout_s=CALL_S, call_timeout_s=CALL_S)
     try:

@@ -48,8 +48,9 @@ def needed_bytes(subject: str, workload: Workload, *, compiled: bool) -> dict[st
     trainer = trainer_parts(config, shape, device=device)
     if subject == "generate":
         alone = process + sum(engine.values())
-        sides = {"ours": alone + engine["weights"], "vLLM eager": alone}  # weights are staged, then loaded
-        return sides | ({"vLLM compiled": alone + _COMPILING_BYTES} if compiled else {})
+        ours = alone + engine["weights"]  # weights are staged, then loaded
+        both = {"ours compiled": ours + _COMPILING_BYTES, "vLLM compiled": alone + _COMPILING_BYTES}
+        return {"ours": ours, "vLLM eager": alone} | (both if compiled else {})
     training = process + sum(trainer.values())
     if subject == "train":
         return {"ours": training, "bare torch": training}

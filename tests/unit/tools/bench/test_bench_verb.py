@@ -92,8 +92,9 @@ def test_the_memory_is_that_of_all_sides_at_once():
     workload = Workload(size="0.6b", shape=SHAPES["0.6b"], dtype="bfloat16")
     weights = 2 * SHAPES["0.6b"].num_parameters
     needed = machine.needed_bytes("generate", workload, compiled=True)
-    assert list(needed) == ["ours", "vLLM eager", "vLLM compiled"] and needed["ours"] > needed["vLLM eager"] > weights
-    assert "vLLM compiled" not in machine.needed_bytes("generate", workload, compiled=False)
+    assert list(needed) == ["ours", "vLLM eager", "ours compiled", "vLLM compiled"]
+    assert needed["ours compiled"] > needed["ours"] > needed["vLLM eager"] > weights
+    assert list(machine.needed_bytes("generate", workload, compiled=False)) == ["ours", "vLLM eager"]
     # float32 parameters, gradients and two moments
     assert machine.needed_bytes("train", workload, compiled=False)["ours"] > 16 * SHAPES["0.6b"].num_parameters
 

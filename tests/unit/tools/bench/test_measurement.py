@@ -27,6 +27,14 @@ def test_our_side_is_never_the_floor():
     assert Measurement(name="", unit="tokens", sides=sides).ratio == 4.0
 
 
+def test_the_better_of_our_sides_counts_and_neither_is_the_floor():
+    sides = {"ours": repeats(4.0), "ours compiled": repeats(2.0), "floor": repeats(3.0), "slow": repeats(8.0)}
+    of_both = Measurement(name="", unit="tokens", sides=sides)
+    assert (of_both.best, of_both.floor, of_both.ratio) == ("ours compiled", "floor", 1.5)
+    assert of_both.lines()[-1] == "  ours compiled / floor, by speed: 1.50 (1.50 to 1.50)"
+    assert measurement().best == "ours"
+
+
 def test_another_amount_counts_by_its_speed():
     sides = {"ours": repeats(1.0, amount=50), "floor": repeats(1.0)}
     assert Measurement(name="", unit="tokens", sides=sides).ratio == 0.5
