@@ -1,7 +1,8 @@
 """Tokens per second of generation: the sampling client over a generator's process, beside vLLM alone.
 
 Both compute the same model with the same weights, and return the log-probability of each token. vLLM alone runs its own
-Qwen3 in the process that asks, and its requests share random numbers; ours have a seed each, as those of a run have.
+model of the family in the process that asks, and its requests share random numbers; ours have a seed each, as those of
+a run have.
 """
 
 from __future__ import annotations
@@ -25,43 +26,64 @@ from torchtitan_rl.tools.bench.step_parts import StepRecorder, step_parts
 from torchtitan_rl.tools.bench.workload import Lengths, Workload
 from torchtitan_rl.types import SamplingParams
 
-__all__ = ["CALL_S", "COMPILED", "EAGER", "can_compile", "measure_generation"]
+__all__ = ["CALL_S", "COMPILED", "EAGER", "FLOORS", "can_compile", "measure_generation", "vllm_alone"]
 
 EAGER, COMPILED = "vLLM eager", "vLLM compiled"
+FLOORS = {"eager": EAGER, "compiled": COMPILED}
+"""Word of the command -> how vLLM alone runs."""
 CALL_S = 600.0
 """Seconds that one call of a generator or trainer may take, and its start."""
 
 
 def measure_generation(
-    workload: Workload,
+    workloads: Sequence[Workload],
     all_lengths: Sequence[Lengths],
     repeats: int,
     scratch: Path,
     note: Callable[[str], None],
     *,
-    compiled: bool,
+    floors: Sequence[str],
 ) -> list[Measurement]:
-    """A measurement per distribution of lengths. `compiled`: vLLM alone also runs compiled; the faster one counts."""
-    model, timeline = scratch / "model", scratch / "timeline"
-    workload.write_model(model)
-    sides: dict[str, OpenSide] = {
-        OURS: partial(_ours, workload, model, timeline),
-        EAGER: partial(_vllm_alone, workload, model, eager=True),
-    }
-    if compiled:
-        sides[COMPILED] = partial(_vllm_alone, workload, model, eager=False)
+    """A measurement per distribution of lengths and workload. The sides of all workloads take turns in each round.
+
+    `floors`: how vLLM alone runs, of `EAGER` and `COMPILED`; the faster one counts.
+    """
+    sides: dict[str, OpenSide] = {}
+    for workload in workloads:
+        model, timeline = _directories(workload, scratch)
+        workload.write_model(model)
+        sides[_full_name(workload, OURS)] = partial(_ours, workload, model, timeline)
+        for floor in floors:
+            alone = partial(vllm_alone, workload, model, eager=floor == EAGER)
+            sides[_full_name(workload, floor)] = alone
     note(f"starting {', '.join(sides)}")
     with opened(sides, scratch / "logs") as processes:
         measured = in_turn(processes, all_lengths, repeats, note)
-    return [
-        Measurement(
-            name=f"generate {workload.size} {workload.dtype} {lengths}",
-            unit="tokens",
-            sides=of_sides,
-            parts=step_parts(timeline, [repeat.step for repeat in of_sides[OURS]]),
-        )
-        for lengths, of_sides in measured.items()
-    ]
+    measurements = []
+    for lengths, of_sides in measured.items():
+        for workload in workloads:
+            repeats_of = {side: of_sides[_full_name(workload, side)] for side in (OURS, *floors)}
+            _, timeline = _directories(workload, scratch)
+            measurements.append(
+                Measurement(
+                    name=f"generate {workload.name} {workload.dtype} {lengths}",
+                    unit="tokens",
+                    sides=repeats_of,
+                    parts=step_parts(timeline, [repeat.step for repeat in repeats_of[OURS]]),
+                )
+            )
+    return measurements
+
+
+def _full_name(workload: Workload, side: str) -> str:
+    """Of a side among those of several workloads."""
+    return f"{workload.name} {side}"
+
+
+def _directories(workload: Workload, scratch: Path) -> tuple[Path, Path]:
+    """Of the model, and of our side's timeline."""
+    directory = scratch / workload.name.replace(" ", "-")
+    return directory / "model", directory / "timeline"
 
 
 def can_compile() -> bool:
@@ -104,7 +126,7 @@ async def _ours(workload: Workload, model: Path, timeline: Path) -> AsyncIterato
 
 
 @asynccontextmanager
-async def _vllm_alone(workload: Workload, model: Path, *, eager: bool) -> AsyncIterator[Once]:
+async def vllm_alone(workload: Workload, model: Path, *, eager: bool) -> AsyncIterator[Once]:
     """vLLM in this process, on all cores."""
     os.environ["VLLM_CACHE_ROOT"] = os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(model.parent / "compiled")
     adapters.prepare_vllm(eager=eager)
