@@ -128,6 +128,7 @@ async def steps_of_a_run(workload: Workload, model: Path, run: Path, *, lag: int
             controller.config.controller.num_steps = controller.state.step + (_ROW if lag else 1)
             ends.times = [time.perf_counter()]
             await controller.reinforce()
+            ends.times[-1] = time.perf_counter()  # a step has ended when it is recorded
             last = len(ends.times) - (2 if lag else 1)
             seconds = (ends.times[last] - ends.times[last - _counted(lag)]) / _counted(lag)
             amount = sum(workload.completion_lengths(lengths))
