@@ -1,7 +1,9 @@
 """`torchtitan-rl bench` on a tiny model: real actors and engines beside their floors, and nothing left."""
 
+import json
 import os
 import signal
+from dataclasses import replace
 from functools import partial
 
 import psutil
@@ -11,17 +13,28 @@ from tests.integration.leftovers import nothing_left
 from torchtitan_rl.config.meshes import TrainerConfig
 from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
 from torchtitan_rl.dispatch.training_client import TrainingClient
+from torchtitan_rl.families import Llama3Shape
 from torchtitan_rl.launch.local import LocalLauncher
-from torchtitan_rl.tools.bench import generation, syncing, training
+from torchtitan_rl.tools.bench import generation, memory_use, scaling, stepping, syncing, training
 from torchtitan_rl.tools.bench.measurement import OURS, Measurement
 from torchtitan_rl.tools.bench.side import opened
-from torchtitan_rl.tools.bench.workload import Workload
+from torchtitan_rl.tools.bench.step_parts import step_parts
+from torchtitan_rl.tools.bench.workload import LENGTHS, Workload
 
 pytestmark = pytest.mark.whole
 
 TINY = Workload(
     size="tiny",
     shape=Qwen3Shape(
+        vocab_size=64, dim=64, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=32, hidden_dim=128, max_seq_len=512
+    ),
+    dtype="float32",
+    num_prompts=2,
+    group_size=2,
+)
+TINY_LLAMA = Workload(
+    size="tiny",
+    shape=Llama3Shape(
         vocab_size=64, dim=64, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=32, hidden_dim=128, max_seq_len=512
     ),
     dtype="float32",
@@ -48,10 +61,14 @@ def check(measurement: Measurement, *, num_repeats: int, amount: int) -> None:
 def test_generation_beside_vllm_alone(tmp_path):
     children = set(psutil.Process().children(recursive=True))
     with nothing_left():
-        measured = generation.measure_generation(TINY, ["fixed", "skewed"], 1, tmp_path, quiet, compiled=False)
-    fixed, skewed = measured
+        measured = generation.measure_generation(
+            [TINY, TINY_LLAMA], ["fixed", "skewed"], 1, tmp_path, quiet, floors=[generation.EAGER]
+        )
+    fixed, of_llama, skewed, _ = measured
     assert fixed.name == "generate tiny float32 fixed" and set(fixed.sides) == {OURS, generation.EAGER}
+    assert of_llama.name == "generate llama3 tiny float32 fixed"
     check(fixed, num_repeats=1, amount=4 * 64)
+    check(of_llama, num_repeats=1, amount=4 * 64)
     check(skewed, num_repeats=1, amount=sum(TINY.completion_lengths("skewed")))
     assert "generator-0-0: engine step" in skewed.parts
     left = [" ".join(process.cmdline()) for process in set(psutil.Process().children(recursive=True)) - children]
@@ -67,6 +84,55 @@ def test_training_and_syncing_beside_their_floors(tmp_path):
     check(first, num_repeats=1, amount=4 * TINY.shape.num_parameters)
     check(later, num_repeats=2, amount=4 * TINY.shape.num_parameters)
     assert "generator-0-0: load weights" in later.parts
+
+
+def test_steps_of_a_run_have_the_lengths_of_the_work(tmp_path):
+    TINY.write_model(tmp_path / "model")
+    sides = {
+        str(lag): partial(stepping.steps_of_a_run, TINY, tmp_path / "model", tmp_path / f"run-{lag}", lag=lag)
+        for lag in (0, 1)
+    }
+    with nothing_left(), opened(sides, tmp_path / "logs") as (alone, overlapped):
+        first, second = alone.once("fixed", 0), alone.once("skewed", 1)
+        row, next_row = overlapped.once("skewed", 0), overlapped.once("fixed", 1)
+    amounts = sum(TINY.completion_lengths("fixed")), sum(TINY.completion_lengths("skewed"))
+    assert (first.step, second.step) == (1, 2) and (first.amount, second.amount) == amounts
+    assert (row.step, next_row.step) == (5, 11) and row.seconds > 0  # of rows of six, the fifth is the last that counts
+    for run, steps in (("run-0", ["fixed", "skewed"]), ("run-1", ["skewed"] * 6 + ["fixed"] * 6)):
+        lines = [json.loads(line) for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
+        assert [line["tokens/generated"] for line in lines] == [sum(TINY.completion_lengths(name)) for name in steps]
+    (parts,) = [step_parts(tmp_path / "run-0" / "timeline", [2])]
+    assert sum(parts.values()) == pytest.approx(second.seconds, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("TRL_PYTHON" not in os.environ, reason="TRL needs an environment of its own: TRL_PYTHON=FILE")
+def test_steps_beside_trl(tmp_path):
+    with nothing_left():
+        measured = stepping.measure_steps(
+            replace(TINY, num_prompts=4), ["fixed", "skewed"], 1, tmp_path, quiet, python=os.environ["TRL_PYTHON"]
+        )
+    assert [m.name for m in measured] == [f"step tiny float32 {lengths} lag {n}" for lengths in LENGTHS for n in (0, 1)]
+    for measurement in measured:
+        assert list(measurement.sides) == [OURS, *stepping.TRL.values()] and measurement.ratio > 0
+
+
+def test_steps_of_more_groups(tmp_path, monkeypatch):
+    monkeypatch.setattr(scaling, "NUM_GROUPS", (1, 2))
+    with nothing_left():
+        measured = scaling.measure_scale(TINY, 2, tmp_path, quiet)
+    assert [len(measured.steps[num_groups]) for num_groups in (1, 2)] == [2, 2]
+    for num_groups, steps in measured.steps.items():
+        assert all(step.amount == num_groups * 2 * 32 and 0 < step.cpu_s for step in steps)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["tokens/generated"] // 64 for line in lines] == [1, 2, 2, 1, 1, 2]  # the order changes each round
+
+
+def test_memory_of_a_run_beside_bare_sides(tmp_path):
+    with nothing_left():
+        measured = memory_use.measure_memory(TINY, 1, tmp_path, quiet)
+    assert len(measured.run) > len(measured.bare) == 2  # controller, trainer, generator and store, each a process
+    assert measured.payload == 4 * TINY.shape.num_parameters and 0.5 < measured.ratio < 5
 
 
 async def test_both_trainers_compute_the_same_loss(tmp_path):

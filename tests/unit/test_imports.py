@@ -11,7 +11,7 @@ import torchtitan_rl
 MODULES = sorted(module.name for module in pkgutil.walk_packages(torchtitan_rl.__path__, "torchtitan_rl."))
 QUICK = [module for module in MODULES if ".vllm" not in module]  # importing vLLM takes 15 s
 SAMPLED = QUICK[:: -(-len(QUICK) // 6)]  # at most six
-NEEDS_AN_EXTRA = {"torchtitan_rl.tasks.verifiers_harness": "verifiers"}
+NEEDS_AN_EXTRA = {"torchtitan_rl.tasks.verifiers_harness": "verifiers", "torchtitan_rl.tools.bench.trl_floor": "trl"}
 ALONE = """
 import sys, {module}
 utils = sys.modules.get("torchtitan.tools.utils")

@@ -103,6 +103,11 @@ class KernelPairRotation(ComplexRoPE):
         """Rotates the heads of (tokens, heads x head_dim), see `_rotated`."""
         return _rotated(query, key, positions, head_dim, self.cache, halves=False)
 
+    def rotate_apart(self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, head_dim: int):
+        """The same for heads whose even dimensions stand before the odd ones, before and after the rotation. The
+        operator reads such heads in vectors."""
+        return _rotated(query, key, positions, head_dim, self.cache, halves=True)
+
 
 def _rotated_heads(rotation: KernelHalfRotation | KernelPairRotation, query, key, positions):
     """torchtitan's interface: query and key (1, tokens, heads, head_dim), positions (1, tokens)."""
@@ -192,13 +197,21 @@ class SplitQKVLinear(FusedQKVLinear):
 
     @dataclass(kw_only=True, slots=True)
     class Config(FusedQKVLinear.Config):
-        pass
+        pairs_apart: bool = False
+        """Whether the packed copy has the even dimensions of each query and key head before the odd ones. Products of
+        queries and keys stay the same, in another order of their sum."""
 
     def __init__(self, config: Config):
         super().__init__(config)
         self._packed: Any = None
         self._packed_bias: torch.Tensor | None = None
+        self._pairs_apart = config.pairs_apart
         self._sizes = [config.n_heads * config.head_dim, *[config.n_kv_heads * config.head_dim] * 2]
+
+    @property
+    def pairs_are_apart(self) -> bool:
+        """Whether `flat` gives query and key heads with their even dimensions first."""
+        return self._pairs_apart and self._packed is not None
 
     def pack(self) -> None:
         """Packs matrix and bias as they are now; call after every change of them."""
@@ -208,8 +221,10 @@ class SplitQKVLinear(FusedQKVLinear):
     def _apart(self, fused: torch.Tensor) -> torch.Tensor:
         """A copy of fused rows (groups x (query heads of a group, key, value) x head_dim, ...), query rows first."""
         groups = fused.unflatten(0, (-1, self.r_dim, self.head_dim))
-        parts = groups.split([self.heads_per_kv, 1, 1], dim=1)
-        return torch.cat([part.flatten(0, 2) for part in parts])
+        query, key, value = groups.split([self.heads_per_kv, 1, 1], dim=1)
+        if self._pairs_apart:
+            query, key = (part.unflatten(2, (-1, 2)).transpose(2, 3).flatten(2, 3) for part in (query, key))
+        return torch.cat([part.flatten(0, 2) for part in (query, key, value)])
 
     def flat(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Query, key and value, each (tokens, heads x head_dim), of an input (tokens, dim)."""
@@ -237,7 +252,8 @@ class KernelAttention(GQAttention):
         if self.q_norm is not None:
             query = self.q_norm(query.reshape(-1, self.head_dim)).view(query.shape)
             key = self.k_norm(key.reshape(-1, self.head_dim)).view(key.shape)
-        query, key = self.rope.rotate(query, key, positions[0], self.head_dim)
+        rotate = self.rope.rotate_apart if self.qkv_linear.pairs_are_apart else self.rope.rotate
+        query, key = rotate(query, key, positions[0], self.head_dim)
         return self.wo(self.inner_attention.attention(query, key, value))[None]  # `PagedAttention`'s, from vLLM
 
 
@@ -272,6 +288,8 @@ def with_kernels(config: Any) -> Any:
     kernels = _KERNELS.get(type(config), type(config))
     if type(config) is GQAttention.Config and _stays_flat(parts):
         kernels = KernelAttention.Config
+        if isinstance(parts["rope"], KernelPairRotation.Config) and parts["qk_norm"] is None:
+            parts["qkv_linear"] = dataclasses.replace(parts["qkv_linear"], pairs_apart=True)
     return changed(config, kernels, **parts)
 
 

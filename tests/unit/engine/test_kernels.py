@@ -159,6 +159,40 @@ def test_query_key_and_value_of_a_packed_matrix_are_those_of_the_fused_one(dtype
                 assert_equal_up_to_rounding(actual, expected)
 
 
+@DTYPES
+@pytest.mark.parametrize("bias", [False, True])
+def test_heads_whose_pairs_stand_apart_are_rotated_as_torchtitan_rotates_pairs(dtype, bias):
+    wqkv = Linear.Config(in_features=48, out_features=8 * 16, bias=bias)
+    config = FusedQKVLinear.Config(head_dim=16, n_heads=4, n_kv_heads=2, wqkv=wqkv)
+    plain, _ = built(config, dtype)
+    fast = kernels.changed(kernels.with_kernels(config), kernels.SplitQKVLinear.Config, pairs_apart=True).build()
+    fast.load_state_dict(plain.state_dict())
+    fast = fast.to(dtype)
+    rotation = ComplexRoPE.Config(dim=16, max_seq_len=64, theta=500.0)
+    pairs, apart = rotation.build(), kernels.with_kernels(rotation).build()
+    rows, positions = torch.randn(1, 5, 48, dtype=dtype), torch.arange(3, 8)[None]
+    with torch.inference_mode():
+        assert not fast.pairs_are_apart, "before it is packed, it is torchtitan's"
+        kernels.pack_matrices(fast)
+        assert fast.pairs_are_apart
+        query, key, value = fast.flat(rows[0])
+        rotated = apart.rotate_apart(query, key, positions[0], 16)
+        plain_query, plain_key, plain_value = plain(rows)
+        for actual, expected in zip(rotated, pairs(plain_query, plain_key, positions)):
+            halves = actual.unflatten(-1, (-1, 2, 8))  # heads, even or odd, pair
+            assert_equal_up_to_rounding(halves.transpose(-1, -2).flatten(-2)[None], expected)
+        assert_equal_up_to_rounding(value, plain_value[0].flatten(1))
+
+
+def test_only_heads_that_are_rotated_in_pairs_and_have_no_norm_stand_apart():
+    def apart(family):
+        sizes = dict(vocab_size=64, dim=64, n_layers=1, n_heads=4, n_kv_heads=2, head_dim=16, hidden_dim=64)
+        attention = kernels.with_kernels(build_spec(ModelConfig(shape=family.debug(**sizes))).model).layers[0].attention
+        return attention.qkv_linear.pairs_apart
+
+    assert apart(Llama3Shape) and not apart(Qwen3Shape) and not apart(Qwen2Shape)
+
+
 @pytest.mark.parametrize("family", [Qwen3Shape, Llama3Shape, Qwen2Shape, GptOssShape, DeepseekV3Shape])
 def test_a_generators_model_keeps_the_names_and_shapes_of_its_parameters(family):
     sizes = dict(vocab_size=64, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, hidden_dim=64, max_seq_len=64)

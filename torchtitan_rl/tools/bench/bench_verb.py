@@ -8,29 +8,57 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from torchtitan_rl import platform
 from torchtitan_rl.record.console.notices import say
-from torchtitan_rl.tools.bench import generation, syncing, training
-from torchtitan_rl.tools.bench.machine import CannotMeasure, check_device, check_memory
+from torchtitan_rl.tools.bench import generation, memory_use, scaling, stepping, syncing, training
+from torchtitan_rl.tools.bench.machine import (
+    CannotMeasure,
+    check_compiler,
+    check_counts_memory,
+    check_device,
+    check_memory,
+    trl_versions,
+)
 from torchtitan_rl.tools.bench.measurement import Measurement
 from torchtitan_rl.tools.bench.short_form import SHORT_TRAINING, worse_than_stored
-from torchtitan_rl.tools.bench.starting import StartMeasurement, measure_start
-from torchtitan_rl.tools.bench.workload import DTYPES, LENGTHS, SHAPES, Workload
+from torchtitan_rl.tools.bench.starting import measure_start
+from torchtitan_rl.tools.bench.workload import DTYPES, LENGTHS, SHAPES, SIZES, Workload
 
 __all__ = ["add_arguments", "run"]
 
-SUBJECTS = ("generate", "train", "sync", "startup")
+_FAMILY = ("qwen3",)
 _REPEATS, _SHORT_REPEATS = 5, 3
 _PROMPTS, _SHORT_PROMPTS = 16, 8
 
 
+class Result(Protocol):
+    """What has been measured."""
+
+    def as_data(self) -> dict[str, Any]: ...
+
+    def lines(self) -> list[str]: ...
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("subjects", nargs="+", metavar="SUBJECT", help=", ".join(SUBJECTS))
-    parser.add_argument("--size", choices=SHAPES, default="3m", help="of the model; default: 3m")
+    parser.add_argument("subjects", nargs="+", metavar="SUBJECT", help=", ".join(_SUBJECTS))
+    parser.add_argument("--size", choices=SIZES, default="3m", help="of the model; default: 3m")
+    parser.add_argument(
+        "--family",
+        type=_of(tuple(SHAPES)),
+        default=_FAMILY,
+        metavar="F,...",
+        help=f"of generate, of {','.join(SHAPES)}, measured in turn; default: {_FAMILY[0]}",
+    )
+    parser.add_argument(
+        "--floors",
+        type=_of(tuple(generation.FLOORS)),
+        metavar="F,...",
+        help="of generate; default: eager, and compiled where there is a C++ compiler",
+    )
     parser.add_argument("--lengths", type=_of(LENGTHS), default=LENGTHS, metavar="L,...", help="default: fixed,skewed")
     parser.add_argument("--dtypes", type=_of(DTYPES), default=DTYPES, metavar="D,...", help="default: float32,bfloat16")
     parser.add_argument("--repeats", type=int, metavar="N", help=f"of every side; default: {_REPEATS}")
@@ -42,6 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--against", default="", metavar="DIR", help="startup of another checkout, in turn with this one"
+    )
+    parser.add_argument(
+        "--floor-python", default="", metavar="FILE", help="for step: the Python of an environment that has TRL"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
@@ -58,28 +89,32 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         check_device(args.device)
-        for subject, workload in _workloads(args):
-            check_memory(subject, workload, compiled=not args.short and not platform.missing_compiler())
+        if "compiled" in args.floors and "generate" in args.subjects:
+            check_compiler()
+        if "memory" in args.subjects:
+            check_counts_memory(args.device)
+        if "step" in args.subjects:
+            note(f"the floor of step: {trl_versions(args.floor_python)}")
+        for subject, workloads in _jobs(args):
+            if workloads:
+                check_memory(subject, workloads, floors=_floors(args))
     except CannotMeasure as error:
         say(f"error: {error}", event="error", level="error")
         return 2
     signal.signal(signal.SIGTERM, _exit)  # sides and temporary files go before this process does
-    measurements: list[Measurement] = []
-    for subject, workload in _workloads(args):
-        measurements += _measured(subject, workload, args, note)
-    starts: list[StartMeasurement] = []
-    if "startup" in args.subjects:
-        starts.append(measure_start(args.against, args.repeats, note))
-    worse = worse_than_stored(measurements) if args.short else []
+    results: list[Result] = []
+    for subject, workloads in _jobs(args):
+        results += _measured(subject, workloads, args, note)
+    worse = worse_than_stored([result for result in results if isinstance(result, Measurement)]) if args.short else []
     if args.json:
         data = {"device": args.device, "threads": platform.num_cores(), "repeats": args.repeats}
-        measured = [measurement.as_data() for measurement in measurements] + [start.as_data() for start in starts]
+        measured = [result.as_data() for result in results]
         json.dump(data | {"measurements": measured, "worse": worse}, sys.stdout, indent=1)
         print()
     else:
         print(f"{args.device}, {platform.num_cores()} threads a process, {args.repeats} repeats")
-        for lines in [measurement.lines() for measurement in measurements] + [start.lines() for start in starts]:
-            print("\n".join(lines))
+        for result in results:
+            print("\n".join(result.lines()))
     for line in worse:
         say(f"error: {line}", event="error", level="error")
     return 1 if worse else 0
@@ -91,48 +126,101 @@ def _exit(number: int, frame: object) -> NoReturn:
 
 def _settle(args: argparse.Namespace) -> None:
     """Fills in what was not given. Raises ValueError for arguments that do not go together."""
-    if unknown := [subject for subject in args.subjects if subject not in SUBJECTS]:
-        raise ValueError(f"subject={unknown[0]!r}: there is no such bench; use {', '.join(SUBJECTS)}")
+    if unknown := [subject for subject in args.subjects if subject not in _SUBJECTS]:
+        raise ValueError(f"subject={unknown[0]!r}: there is no such bench; use {', '.join(_SUBJECTS)}")
     if args.short:
         if left_out := [subject for subject in args.subjects if subject not in ("generate", "train")]:
             raise ValueError(f"--short: has no stored ratio for {left_out[0]}; use it with generate and train")
         if args.size != "3m" or args.dtypes != DTYPES or args.lengths != LENGTHS:
             raise ValueError("--short: says size, dtypes and lengths itself; leave --size, --dtypes, --lengths out")
-        args.dtypes = ("float32",)
+        if args.family != _FAMILY or args.floors:
+            raise ValueError("--short: has stored ratios of Qwen3 and vLLM eager; leave --family and --floors out")
+        args.dtypes, args.floors = ("float32",), ("eager",)
+    if args.subjects != ["generate"]:
+        if args.family != _FAMILY:
+            raise ValueError(f"--family={','.join(args.family)}: is for generate alone; name no other subject")
+    for family in args.family:
+        if args.size not in SHAPES[family]:
+            raise ValueError(f"--family={family}: has no size {args.size}; use {', '.join(SHAPES[family])}")
+    args.floors = args.floors or (("eager",) if platform.missing_compiler() else tuple(generation.FLOORS))
     if args.against and "startup" not in args.subjects:
         raise ValueError(f"--against={args.against!r}: is for startup; name that subject, or leave it out")
+    if args.floor_python and "step" not in args.subjects:
+        raise ValueError(f"--floor-python={args.floor_python!r}: is for step; name that subject, or leave it out")
     args.repeats = args.repeats if args.repeats is not None else _SHORT_REPEATS if args.short else _REPEATS
     if args.repeats < 1:
         raise ValueError(f"--repeats={args.repeats}: must be at least 1")
     args.device = args.device or platform.device_type()
 
 
-def _workloads(args: argparse.Namespace) -> Iterator[tuple[str, Workload]]:
-    """The subjects that have sides beside each other, with what those are given, in the order of the command."""
+def _jobs(args: argparse.Namespace) -> Iterator[tuple[str, list[Workload]]]:
+    """The subjects in the order of the command, with the workloads that are measured in turn. `startup` has none."""
     for subject in dict.fromkeys(args.subjects):
-        if subject != "startup":
-            for dtype in args.dtypes:
-                prompts = _SHORT_PROMPTS if args.short else _PROMPTS
-                yield subject, Workload(size=args.size, shape=SHAPES[args.size], dtype=dtype, num_prompts=prompts)
+        if subject == "startup":
+            yield subject, []
+            continue
+        prompts = _SHORT_PROMPTS if args.short else max(scaling.NUM_GROUPS) if subject == "scale" else _PROMPTS
+        for dtype in args.dtypes:
+            shapes = [SHAPES[family][args.size] for family in args.family]
+            yield (
+                subject,
+                [Workload(size=args.size, shape=shape, dtype=dtype, num_prompts=prompts) for shape in shapes],
+            )
+
+
+def _floors(args: argparse.Namespace) -> list[str]:
+    return [generation.FLOORS[floor] for floor in args.floors]
 
 
 def _measured(
-    subject: str, workload: Workload, args: argparse.Namespace, note: Callable[[str], None]
-) -> list[Measurement]:
-    def note_here(text: str) -> None:
-        note(f"{subject} {workload.size} {workload.dtype}: {text}")
+    subject: str, workloads: list[Workload], args: argparse.Namespace, note: Callable[[str], None]
+) -> Sequence[Result]:
+    job = " ".join([subject, *(f"{workload.size} {workload.dtype}" for workload in workloads[:1])])
+    with tempfile.TemporaryDirectory(prefix="torchtitan-rl-", ignore_cleanup_errors=True) as scratch:
+        return _SUBJECTS[subject](workloads, args, Path(scratch), lambda text: note(f"{job}: {text}"))
 
-    with tempfile.TemporaryDirectory(prefix="torchtitan-rl-", ignore_cleanup_errors=True) as directory:
-        scratch = Path(directory)
-        if subject == "generate":
-            compiled = not args.short and not platform.missing_compiler()
-            return generation.measure_generation(
-                workload, args.lengths, args.repeats, scratch, note_here, compiled=compiled
-            )
-        if subject == "train":
-            lengths = SHORT_TRAINING if args.short else args.lengths
-            return training.measure_training(workload, lengths, args.repeats, scratch, note_here)
-        return syncing.measure_sync(workload, args.repeats, scratch, note_here)
+
+# What measures a subject: workloads, arguments of the command, a directory, and what tells how far it is -> results.
+
+
+def _generate(workloads, args, scratch, note) -> Sequence[Result]:
+    return generation.measure_generation(workloads, args.lengths, args.repeats, scratch, note, floors=_floors(args))
+
+
+def _train(workloads, args, scratch, note) -> Sequence[Result]:
+    lengths = SHORT_TRAINING if args.short else args.lengths
+    return training.measure_training(workloads[0], lengths, args.repeats, scratch, note)
+
+
+def _sync(workloads, args, scratch, note) -> Sequence[Result]:
+    return syncing.measure_sync(workloads[0], args.repeats, scratch, note)
+
+
+def _step(workloads, args, scratch, note) -> Sequence[Result]:
+    return stepping.measure_steps(workloads[0], args.lengths, args.repeats, scratch, note, python=args.floor_python)
+
+
+def _scale(workloads, args, scratch, note) -> Sequence[Result]:
+    return [scaling.measure_scale(workloads[0], args.repeats, scratch, note)]
+
+
+def _memory(workloads, args, scratch, note) -> Sequence[Result]:
+    return [memory_use.measure_memory(workloads[0], args.repeats, scratch, note)]
+
+
+def _startup(workloads, args, scratch, note) -> Sequence[Result]:
+    return [measure_start(args.against, args.repeats, note)]
+
+
+_SUBJECTS: dict[str, Callable[..., Sequence[Result]]] = {
+    "generate": _generate,
+    "train": _train,
+    "sync": _sync,
+    "step": _step,
+    "scale": _scale,
+    "memory": _memory,
+    "startup": _startup,
+}
 
 
 def _of(choices: tuple[Any, ...]) -> Callable[[str], tuple[Any, ...]]:

@@ -1,7 +1,8 @@
 """Tokens per second of generation: the sampling client over a generator's process, beside vLLM alone.
 
 Both compute the same model with the same weights, and return the log-probability of each token. vLLM alone runs its own
-Qwen3 in the process that asks, and its requests share random numbers; ours have a seed each, as those of a run have.
+model of the family in the process that asks, and its requests share random numbers; ours have a seed each, as those of
+a run have.
 """
 
 from __future__ import annotations
@@ -24,44 +25,68 @@ from torchtitan_rl.tools.bench.step_parts import StepRecorder, step_parts
 from torchtitan_rl.tools.bench.workload import Lengths, Workload
 from torchtitan_rl.types import SamplingParams
 
-__all__ = ["CALL_S", "COMPILED", "EAGER", "measure_generation"]
+__all__ = ["CALL_S", "COMPILED", "EAGER", "FLOORS", "measure_generation", "vllm_alone"]
 
 EAGER, COMPILED = "vLLM eager", "vLLM compiled"
+FLOORS = {"eager": EAGER, "compiled": COMPILED}
+"""Word of the command -> how vLLM alone runs."""
 CALL_S = 600.0
 """Seconds that one call of a generator or trainer may take, and its start."""
 
 
 def measure_generation(
-    workload: Workload,
+    workloads: Sequence[Workload],
     all_lengths: Sequence[Lengths],
     repeats: int,
     scratch: Path,
     note: Callable[[str], None],
     *,
-    compiled: bool,
+    floors: Sequence[str],
 ) -> list[Measurement]:
-    """A measurement per distribution of lengths. `compiled`: both sides also run compiled; the faster one counts."""
-    model = scratch / "model"
-    timelines = {OURS: scratch / "timeline", OURS_COMPILED: scratch / "timeline-compiled"}
-    workload.write_model(model)
-    sides: dict[str, OpenSide] = {
-        OURS: partial(_ours, workload, model, timelines[OURS], compiled=False),
-        EAGER: partial(_vllm_alone, workload, model, eager=True),
-    }
-    if compiled:
-        sides[OURS_COMPILED] = partial(_ours, workload, model, timelines[OURS_COMPILED], compiled=True)
-        sides[COMPILED] = partial(_vllm_alone, workload, model, eager=False)
+    """A measurement per distribution of lengths and workload. The sides of all workloads take turns in each round.
+
+    `floors`: how vLLM alone runs, of `EAGER` and `COMPILED`. Where it runs compiled, ours does too; of each the faster
+    one counts.
+    """
+    our_names = (OURS, OURS_COMPILED) if COMPILED in floors else (OURS,)
+    sides: dict[str, OpenSide] = {}
+    for workload in workloads:
+        model = _directory(workload, scratch) / "model"
+        workload.write_model(model)
+        for name in our_names:
+            timeline = _timeline(workload, scratch, name)
+            sides[_full_name(workload, name)] = partial(_ours, workload, model, timeline, compiled=name != OURS)
+        for floor in floors:
+            alone = partial(vllm_alone, workload, model, eager=floor == EAGER)
+            sides[_full_name(workload, floor)] = alone
     note(f"starting {', '.join(sides)}")
     with opened(sides, scratch / "logs") as processes:
         measured = in_turn(processes, all_lengths, repeats, note)
-    measurements = [
-        Measurement(name=f"generate {workload.size} {workload.dtype} {lengths}", unit="tokens", sides=of_sides)
-        for lengths, of_sides in measured.items()
-    ]
-    for measurement in measurements:
-        steps = [repeat.step for repeat in measurement.sides[measurement.best]]
-        measurement.parts = step_parts(timelines[measurement.best], steps)
+    measurements = []
+    for lengths, of_sides in measured.items():
+        for workload in workloads:
+            measurement = Measurement(
+                name=f"generate {workload.name} {workload.dtype} {lengths}",
+                unit="tokens",
+                sides={side: of_sides[_full_name(workload, side)] for side in (*our_names, *floors)},
+            )
+            steps = [repeat.step for repeat in measurement.sides[measurement.best]]
+            measurement.parts = step_parts(_timeline(workload, scratch, measurement.best), steps)
+            measurements.append(measurement)
     return measurements
+
+
+def _full_name(workload: Workload, side: str) -> str:
+    """Of a side among those of several workloads."""
+    return f"{workload.name} {side}"
+
+
+def _directory(workload: Workload, scratch: Path) -> Path:
+    return scratch / workload.name.replace(" ", "-")
+
+
+def _timeline(workload: Workload, scratch: Path, side: str) -> Path:
+    return _directory(workload, scratch) / f"timeline of {side}"
 
 
 @asynccontextmanager
@@ -99,7 +124,7 @@ async def _ours(workload: Workload, model: Path, timeline: Path, *, compiled: bo
 
 
 @asynccontextmanager
-async def _vllm_alone(workload: Workload, model: Path, *, eager: bool) -> AsyncIterator[Once]:
+async def vllm_alone(workload: Workload, model: Path, *, eager: bool) -> AsyncIterator[Once]:
     """vLLM in this process, on all cores."""
     os.environ["VLLM_CACHE_ROOT"] = os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(model.parent / "compiled")
     adapters.prepare_vllm(eager=eager)

@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Sequence
+
 import psutil
 
 from torchtitan_rl import platform
 from torchtitan_rl.config.meshes import TrainerConfig
 from torchtitan_rl.launch.inventory import local_host
 from torchtitan_rl.model.memory import PROCESS_BYTES, generator_parts, trainer_parts
+from torchtitan_rl.tools.bench.generation import COMPILED
+from torchtitan_rl.tools.bench.measurement import OURS, OURS_COMPILED
+from torchtitan_rl.tools.bench.stepping import LAGS, TRL
+from torchtitan_rl.tools.bench.syncing import MEMCPY
+from torchtitan_rl.tools.bench.training import TORCH
 from torchtitan_rl.tools.bench.workload import Workload
 
-__all__ = ["CannotMeasure", "check_device", "check_memory", "needed_bytes"]
+__all__ = [
+    "CannotMeasure",
+    "check_compiler",
+    "check_counts_memory",
+    "check_device",
+    "check_memory",
+    "needed_bytes",
+    "trl_versions",
+]
 
 _HOST_PROCESS_BYTES = 2**30
 """Allowance for what a process with torch, vLLM or torchtitan holds besides tensors."""
 _COMPILING_BYTES = 2**30
 """Allowance for the compiler of a compiled side."""
+_TRL_ACTIVATIONS = 64
+"""Bytes that TRL keeps for its backward pass, for each number of a hidden state and each layer."""
 
 
 class CannotMeasure(ValueError):
@@ -37,9 +55,37 @@ def check_device(device: str) -> None:
     )
 
 
-def needed_bytes(subject: str, workload: Workload, *, compiled: bool) -> dict[str, int]:
+def check_compiler() -> None:
+    """Raises CannotMeasure where torch finds no compiler for a model."""
+    if fault := platform.missing_compiler():
+        raise CannotMeasure(f"--floors: {fault}; install one, or leave compiled out")
+
+
+def check_counts_memory(device: str) -> None:
+    """Raises CannotMeasure where processes of this package have their tensors in a GPU's memory."""
+    if device == "cuda":
+        raise CannotMeasure(
+            "--device=cuda: memory counts the machine's memory, not a GPU's; run it on a machine without a GPU, or ask "
+            "`torchtitan-rl show` for what a config needs"
+        )
+
+
+def trl_versions(python: str) -> str:
+    """The versions of TRL and torch of an environment. Raises CannotMeasure, with how to make one, without TRL."""
+    program = 'from importlib.metadata import version; print(f\'TRL {version("trl")}, torch {version("torch")}\')'
+    try:
+        return subprocess.run([python, "-I", "-c", program], capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        raise CannotMeasure(
+            f"--floor-python={python!r}: step is measured beside TRL, which needs an environment of its own; make one "
+            "with python3 -m venv trl-env && trl-env/bin/pip install torch==2.13.0 trl==1.16.0, and give "
+            "--floor-python trl-env/bin/python"
+        ) from None
+
+
+def needed_bytes(subject: str, workload: Workload, *, floors: Sequence[str]) -> dict[str, int]:
     """Bytes that each side of a bench holds, all of them at the same time, of the device's memory: a GPU's, or on a CPU
-    the machine's."""
+    the machine's. `floors` are those of generation."""
     device, shape = platform.device_type(), workload.shape
     process = PROCESS_BYTES if device == "cuda" else _HOST_PROCESS_BYTES
     engine = generator_parts(workload.generator(), shape, device)
@@ -49,20 +95,32 @@ def needed_bytes(subject: str, workload: Workload, *, compiled: bool) -> dict[st
     if subject == "generate":
         alone = process + sum(engine.values())
         ours = alone + engine["weights"]  # weights are staged, then loaded
-        both = {"ours compiled": ours + _COMPILING_BYTES, "vLLM compiled": alone + _COMPILING_BYTES}
-        return {"ours": ours, "vLLM eager": alone} | (both if compiled else {})
+        sides = {OURS: ours} | ({OURS_COMPILED: ours + _COMPILING_BYTES} if COMPILED in floors else {})
+        return sides | {floor: alone + (_COMPILING_BYTES if floor == COMPILED else 0) for floor in floors}
     training = process + sum(trainer.values())
     if subject == "train":
-        return {"ours": training, "bare torch": training}
+        return {OURS: training, TORCH: training}
+    whole_run = 2 * process + training + sum(engine.values()) + 3 * engine["weights"]  # two versions are published
+    if subject in ("scale", "memory"):
+        return {OURS: whole_run}
+    if subject == "step":
+        activations = workload.num_completions * workload.context * shape.dim * shape.n_layers * _TRL_ACTIVATIONS
+        trl = process + 16 * shape.num_parameters + activations
+        return {f"{OURS} at lag {lag}": whole_run for lag in LAGS} | dict.fromkeys(TRL.values(), trl)
     two_versions = 2 * engine["weights"] if device == "cpu" else 0  # of the weights, in shared memory
     generator = process + engine["weights"] + 2**28
     step = process + trainer["parameters"] + trainer["gradients"] + trainer["optimizer"]
-    return {"trainer": step, "generator": generator, "published versions": two_versions, "memcpy": 2**29}
+    return {"trainer": step, "generator": generator, "published versions": two_versions, MEMCPY: 2**29}
 
 
-def check_memory(subject: str, workload: Workload, *, compiled: bool) -> None:
-    """Raises CannotMeasure, with the numbers, where the sides together need more memory than is free."""
-    of_sides = needed_bytes(subject, workload, compiled=compiled)
+def check_memory(subject: str, workloads: Sequence[Workload], *, floors: Sequence[str]) -> None:
+    """Raises CannotMeasure, with the numbers, where the sides of all workloads together need more memory than is
+    free."""
+    of_sides = {
+        f"{workload.name} {side}" if len(workloads) > 1 else side: num_bytes
+        for workload in workloads
+        for side, num_bytes in needed_bytes(subject, workload, floors=floors).items()
+    }
     host = local_host()
     if host.cuda is not None:
         free, place = host.cuda.gpus[0].free_bytes, f"GPU {host.cuda.gpus[0].device}"
@@ -71,7 +129,7 @@ def check_memory(subject: str, workload: Workload, *, compiled: bool) -> None:
     if sum(of_sides.values()) > free:
         each, total = ", ".join(f"{side} {_gib(size)}" for side, size in of_sides.items()), sum(of_sides.values())
         raise CannotMeasure(
-            f"--size={workload.size}: {subject} in {workload.dtype} needs about {_gib(total)} GiB at once "
+            f"--size={workloads[0].size}: {subject} in {workloads[0].dtype} needs about {_gib(total)} GiB at once "
             f"({each}), and {place} has {_gib(free)} GiB free; take a smaller size, or end what uses the memory"
         )
 

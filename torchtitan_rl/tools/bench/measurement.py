@@ -24,6 +24,8 @@ class Repeat:
     """How much was done: tokens, or bytes."""
     step: int = 0
     """The number of the repeat on the side's timeline; 0: the side records none."""
+    cpu_s: float = 0.0
+    """Processor seconds of the process that drives the side; 0: not measured."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -55,20 +57,23 @@ class Measurement:
     @property
     def floor(self) -> str:
         """The fastest of the other sides."""
-        return max((side for side in self.sides if side not in _OUR_SIDES), key=self.rate)
+        return max(self._floors, key=self.rate)
 
     @property
-    def ratios(self) -> list[float]:
-        """Of each round, the amount per second of our best side over the floor's: 1 is as fast, 0.5 half as fast."""
-        pairs = zip(self.sides[self.best], self.sides[self.floor], strict=True)
-        return [(ours.amount / ours.seconds) / (floor.amount / floor.seconds) for ours, floor in pairs]
+    def _floors(self) -> list[str]:
+        return [side for side in self.sides if side not in _OUR_SIDES]
+
+    def ratios(self, side: str) -> list[float]:
+        """Of each round, the amount per second of `best` over that of another side: 1 is as fast, 0.5 half as fast."""
+        pairs = zip(self.sides[self.best], self.sides[side], strict=True)
+        return [(ours.amount / ours.seconds) / (other.amount / other.seconds) for ours, other in pairs]
 
     @property
     def ratio(self) -> float:
-        return median(self.ratios)
+        """The median of the ratios to the floor."""
+        return median(self.ratios(self.floor))
 
     def as_data(self) -> dict[str, Any]:
-        low, high = interval(self.ratios)
         sides = {
             side: {
                 "median_s": self.seconds(side),
@@ -78,15 +83,12 @@ class Measurement:
             }
             for side, repeats in self.sides.items()
         }
-        ratio = {"ratio": self.ratio, "ratio_low": low, "ratio_high": high, "ratios": self.ratios}
-        return {
-            "name": self.name,
-            "sides": sides,
-            "best": self.best,
-            "floor": self.floor,
-            **ratio,
-            "parts_s": self.parts,
-        }
+        for side in self._floors:
+            ratios = self.ratios(side)
+            low, high = interval(ratios)
+            sides[side] |= {"ratio": median(ratios), "ratio_low": low, "ratio_high": high, "ratios": ratios}
+        names = {"name": self.name, "best": self.best, "floor": self.floor}
+        return names | {"sides": sides, "ratio": self.ratio, "parts_s": self.parts}
 
     def lines(self) -> list[str]:
         """The measurement for a person."""
@@ -95,8 +97,10 @@ class Measurement:
             seconds = [repeat.seconds for repeat in repeats]
             spread = f"({min(seconds):.3f} to {max(seconds):.3f})"
             lines.append(f"  {side:{width}}  {self.seconds(side):8.3f} s {spread:20}  {self._rate_text(side)}")
-        low, high = interval(self.ratios)
-        lines.append(f"  {self.best} / {self.floor}, by speed: {self.ratio:.2f} ({low:.2f} to {high:.2f})")
+        for side in sorted(self._floors, key=self.rate, reverse=True):
+            ratios = self.ratios(side)
+            low, high = interval(ratios)
+            lines.append(f"  {self.best} / {side}, by speed: {median(ratios):.2f} ({low:.2f} to {high:.2f})")
         total = sum(self.parts.values())
         lines += [f"    {seconds:8.3f} s {seconds / total:6.1%}  {part}" for part, seconds in self.parts.items()]
         return lines

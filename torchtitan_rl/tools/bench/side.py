@@ -18,6 +18,7 @@ from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -25,10 +26,12 @@ from torchtitan_rl.record.user_code import error_text
 from torchtitan_rl.tools.bench.measurement import Repeat
 from torchtitan_rl.tools.bench.workload import Lengths
 
-__all__ = ["Once", "OpenSide", "Side", "in_turn", "opened"]
+__all__ = ["Amount", "Once", "OpenSide", "Side", "in_turn", "opened"]
 
-Once = Callable[[Lengths, int], Awaitable[Repeat]]
-"""Does the work of these lengths, in the form of this repeat."""
+Amount = Lengths | int
+"""How much work: a batch with lengths of this distribution, or so many groups."""
+Once = Callable[[Any, int], Awaitable[Repeat]]
+"""Does an `Amount` of work of the kind that the side knows, in the form of this repeat."""
 OpenSide = Callable[[], AbstractAsyncContextManager[Once]]
 """Starts what a side needs, in the side's process, and ends it. A pickle carries it there."""
 
@@ -58,10 +61,11 @@ class Side:
     def wait_ready(self) -> None:
         self._answer(_START_S, "its start")
 
-    def once(self, lengths: Lengths, repeat: int) -> Repeat:
+    def once(self, amount: Amount, repeat: int) -> Repeat:
         with suppress(ConnectionError):  # it has ended, and the answer says why
-            self._connection.send((lengths, repeat))
-        return self._answer(_ONCE_S, f"repeat {repeat} with {lengths} lengths")
+            self._connection.send((amount, repeat))
+        work = f"{amount} groups" if isinstance(amount, int) else f"{amount} lengths"
+        return self._answer(_ONCE_S, f"repeat {repeat} with {work}")
 
     def _answer(self, seconds: float, work: str):
         """The next message. Raises RuntimeError, which names a copy of the log, where none comes in time or at all."""
@@ -87,22 +91,24 @@ class Side:
 
     def close(self, within_s: float) -> None:
         """Ends the side in order, and kills what is left of its processes after `within_s` seconds."""
-        processes = self._children()
+        processes = self.processes()
         with suppress(ConnectionError):
             self._connection.send(None)
         self._connection.close()
         self._process.join(within_s)
         if self._process.is_alive():
-            processes |= self._children()
+            processes |= self.processes()
             self._process.kill()
             self._process.join()
         for process in processes:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
 
-    def _children(self) -> set[psutil.Process]:
+    def processes(self) -> set[psutil.Process]:
+        """The side's process and all that it has started."""
         try:
-            return set(psutil.Process(self._process.pid).children(recursive=True))
+            own = psutil.Process(self._process.pid)
+            return {own, *own.children(recursive=True)}
         except psutil.NoSuchProcess:
             return set()
 
@@ -169,7 +175,7 @@ async def _work(open_side: OpenSide, connection: Connection) -> None:
             connection.send(await once(*order))
 
 
-def _received(connection: Connection) -> tuple[Lengths, int] | None:
+def _received(connection: Connection) -> tuple[Amount, int] | None:
     """The next order; None where there will be none."""
     try:
         return connection.recv()

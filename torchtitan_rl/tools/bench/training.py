@@ -32,7 +32,7 @@ from torchtitan_rl.tools.bench.step_parts import StepRecorder, step_parts
 from torchtitan_rl.tools.bench.workload import PROMPT_TOKENS, Lengths, Workload
 from torchtitan_rl.types import Datum
 
-__all__ = ["TORCH", "BareTrainer", "measure_training", "training_batch"]
+__all__ = ["TORCH", "BareTrainer", "bare_torch", "measure_training", "training_batch"]
 
 TORCH = "bare torch"
 _LR, _CLIP, _MAX_NORM = 1e-6, 0.2, 1.0
@@ -50,7 +50,7 @@ def measure_training(
     workload.write_model(model)
     sides: dict[str, OpenSide] = {
         OURS: partial(_ours, workload, model, timeline),
-        TORCH: partial(_bare_torch, workload, model),
+        TORCH: partial(bare_torch, workload, model),
     }
     note(f"starting {', '.join(sides)}")
     with opened(sides, scratch / "logs") as processes:
@@ -117,7 +117,7 @@ async def _ours(workload: Workload, model: Path, timeline: Path) -> AsyncIterato
 
 
 @asynccontextmanager
-async def _bare_torch(workload: Workload, model: Path) -> AsyncIterator[Once]:
+async def bare_torch(workload: Workload, model: Path) -> AsyncIterator[Once]:
     platform.set_threads(0)
     trainer = BareTrainer(workload, model)
     sizes: dict[Lengths, int] = {}

@@ -9,31 +9,51 @@ from pathlib import Path
 from typing import Literal
 
 from torchtitan_rl.config.meshes import GeneratorConfig
-from torchtitan_rl.families import DecoderShape, Qwen3Shape
+from torchtitan_rl.families import DecoderShape, Llama3Shape, Qwen2Shape, Qwen3Shape
 from torchtitan_rl.model.files import BUILTIN_ASSETS, write_model_dir
 from torchtitan_rl.model.shape import kv_bytes_per_token
 from torchtitan_rl.tools.certify.reference_model import ReferenceModel
 
-__all__ = ["DTYPES", "EOS", "LENGTHS", "PROMPT_TOKENS", "SHAPES", "Dtype", "Lengths", "Workload"]
+__all__ = ["DTYPES", "EOS", "LENGTHS", "PROMPT_TOKENS", "SHAPES", "SIZES", "Dtype", "Lengths", "Workload"]
 
 Dtype = Literal["float32", "bfloat16"]
 Lengths = Literal["fixed", "skewed"]
 DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16")
 LENGTHS: tuple[Lengths, ...] = ("fixed", "skewed")
 
-SHAPES: dict[str, DecoderShape] = {
-    "3m": Qwen3Shape(
-        vocab_size=64, dim=256, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=64, hidden_dim=768, max_seq_len=512
-    ),
-    "32m": Qwen3Shape(
-        vocab_size=264, dim=512, n_layers=10, n_heads=8, n_kv_heads=4, head_dim=64, hidden_dim=1536, max_seq_len=512
-    ),
-    "0.6b": Qwen3Shape(
-        vocab_size=151936, dim=1024, n_layers=28, n_heads=16, n_kv_heads=8, head_dim=128, hidden_dim=3072,
-        max_seq_len=512,
-    ),
+SHAPES: dict[str, dict[str, DecoderShape]] = {
+    "qwen3": {
+        "3m": Qwen3Shape(
+            vocab_size=64, dim=256, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=64, hidden_dim=768, max_seq_len=512
+        ),
+        "32m": Qwen3Shape(
+            vocab_size=264, dim=512, n_layers=10, n_heads=8, n_kv_heads=4, head_dim=64, hidden_dim=1536, max_seq_len=512
+        ),
+        "0.6b": Qwen3Shape(
+            vocab_size=151936, dim=1024, n_layers=28, n_heads=16, n_kv_heads=8, head_dim=128, hidden_dim=3072,
+            max_seq_len=512,
+        ),
+    },
+    "llama3": {
+        "3m": Llama3Shape(
+            vocab_size=64, dim=256, n_layers=4, n_heads=4, n_kv_heads=1, head_dim=64, hidden_dim=800, max_seq_len=512
+        ),
+        "32m": Llama3Shape(
+            vocab_size=264, dim=512, n_layers=10, n_heads=8, n_kv_heads=2, head_dim=64, hidden_dim=1600, max_seq_len=512
+        ),
+    },
+    "qwen2": {
+        "3m": Qwen2Shape(
+            vocab_size=64, dim=256, n_layers=4, n_heads=4, n_kv_heads=1, head_dim=64, hidden_dim=800, max_seq_len=512
+        ),
+        "32m": Qwen2Shape(
+            vocab_size=264, dim=512, n_layers=10, n_heads=8, n_kv_heads=2, head_dim=64, hidden_dim=1600, max_seq_len=512
+        ),
+    },
 }  # fmt: skip
-"""Size -> a Qwen3 with about so many parameters. The weights are random."""
+"""Family -> size -> a model with about so many parameters. The weights are random. In Llama 3 and Qwen2.5 four query
+heads share a key head, in Qwen3 two; a larger feed-forward makes up for it."""
+SIZES = tuple(SHAPES["qwen3"])
 
 EOS, PAD = 1, 0
 PROMPT_TOKENS = 6
@@ -46,8 +66,8 @@ _CACHE_BLOCK = 128
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """A model in one dtype, and a batch of completions. Example: `Workload(size="3m", shape=SHAPES["3m"],
-    dtype="float32")`."""
+    """A model in one dtype, and a batch of completions. Example: `Workload(size="3m", dtype="float32",
+    shape=SHAPES["qwen3"]["3m"])`."""
 
     size: str
     """The name of `shape`, for reports."""
@@ -57,6 +77,11 @@ class Workload:
     num_prompts: int = 16
     group_size: int = 8
     """Completions of one prompt."""
+
+    @property
+    def name(self) -> str:
+        """Of the model, for reports: its size, and its family unless that is Qwen3."""
+        return self.size if self.shape.name == Qwen3Shape.name else f"{self.shape.name} {self.size}"
 
     @property
     def num_completions(self) -> int:

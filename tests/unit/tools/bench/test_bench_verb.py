@@ -1,6 +1,7 @@
 """What the bench refuses before it starts anything, and what the short form compares with."""
 
 import json
+import sys
 from types import SimpleNamespace
 
 import psutil
@@ -24,11 +25,15 @@ def nothing_starts(monkeypatch):
 @pytest.mark.parametrize(
     "words, reason",
     [
-        (["generat"], "subject='generat': there is no such bench; use generate, train, sync, startup"),
+        (["generat"], "subject='generat': there is no such bench; use generate, train, sync, step, scale, memory"),
         (["train", "--repeats", "0"], "--repeats=0: must be at least 1"),
+        (["train", "--floor-python", "python3"], "--floor-python='python3': is for step"),
         (["train", "--against", "../other"], "--against='../other': is for startup"),
         (["startup", "--against", "/nowhere"], "--against='/nowhere': has no torchtitan_rl/assets/quickstart.py"),
         (["sync", "--short"], "--short: has no stored ratio for sync"),
+        (["train", "--family", "llama3"], "--family=llama3: is for generate alone"),
+        (["generate", "--family", "llama3", "--size", "0.6b"], "--family=llama3: has no size 0.6b; use 3m, 32m"),
+        (["generate", "--short", "--floors", "compiled"], "--short: has stored ratios of Qwen3 and vLLM eager"),
         (["train", "--short", "--dtypes", "bfloat16"], "--short: says size, dtypes and lengths itself"),
     ],
 )
@@ -63,25 +68,31 @@ def test_too_little_memory_is_refused_with_numbers(subject, capsys, monkeypatch)
     [
         (["sync"], ["sync float32", "sync bfloat16"]),
         (["train", "sync", "--dtypes", "bfloat16"], ["train bfloat16 fixed,skewed", "sync bfloat16"]),
-        (["generate", "train", "--short"], ["generate float32 fixed,skewed", "train float32 skewed"]),
+        (["generate", "train", "--short"], ["generate 3m float32 fixed,skewed vLLM eager", "train float32 skewed"]),
+        (
+            ["generate", "--family", "qwen3,llama3", "--dtypes", "float32", "--floors", "eager"],
+            ["generate 3m,llama3 3m float32 fixed,skewed vLLM eager"],
+        ),
     ],
 )
 def test_each_subject_is_measured_in_each_dtype(words, calls, monkeypatch, capsys):
     made = []
 
-    def of_lengths(subject):
-        def measure(workload, lengths, *arguments, **more):
-            made.append(f"{subject} {workload.dtype} {','.join(lengths)}")
-            return []
+    def generate(workloads, lengths, *arguments, floors):
+        names = ",".join(workload.name for workload in workloads)
+        made.append(f"generate {names} {workloads[0].dtype} {','.join(lengths)} {','.join(floors)}")
+        return []
 
-        return measure
+    def train(workload, lengths, *arguments):
+        made.append(f"train {workload.dtype} {','.join(lengths)}")
+        return []
 
     def sync(workload, *arguments):
         made.append(f"sync {workload.dtype}")
         return []
 
-    monkeypatch.setattr(generation, "measure_generation", of_lengths("generate"))
-    monkeypatch.setattr(training, "measure_training", of_lengths("train"))
+    monkeypatch.setattr(generation, "measure_generation", generate)
+    monkeypatch.setattr(training, "measure_training", train)
     monkeypatch.setattr(syncing, "measure_sync", sync)
     monkeypatch.setattr(bench_verb.signal, "signal", lambda *arguments: None)
     assert main.main(["bench", *words, "--json"]) == 0
@@ -89,14 +100,46 @@ def test_each_subject_is_measured_in_each_dtype(words, calls, monkeypatch, capsy
 
 
 def test_the_memory_is_that_of_all_sides_at_once():
-    workload = Workload(size="0.6b", shape=SHAPES["0.6b"], dtype="bfloat16")
-    weights = 2 * SHAPES["0.6b"].num_parameters
-    needed = machine.needed_bytes("generate", workload, compiled=True)
-    assert list(needed) == ["ours", "vLLM eager", "ours compiled", "vLLM compiled"]
+    shape = SHAPES["qwen3"]["0.6b"]
+    workload, floors = Workload(size="0.6b", shape=shape, dtype="bfloat16"), ["vLLM eager", "vLLM compiled"]
+    needed = machine.needed_bytes("generate", workload, floors=floors)
+    weights = 2 * shape.num_parameters
+    assert list(needed) == ["ours", "ours compiled", "vLLM eager", "vLLM compiled"]
     assert needed["ours compiled"] > needed["ours"] > needed["vLLM eager"] > weights
-    assert list(machine.needed_bytes("generate", workload, compiled=False)) == ["ours", "vLLM eager"]
+    assert list(machine.needed_bytes("generate", workload, floors=["vLLM eager"])) == ["ours", "vLLM eager"]
     # float32 parameters, gradients and two moments
-    assert machine.needed_bytes("train", workload, compiled=False)["ours"] > 16 * SHAPES["0.6b"].num_parameters
+    assert machine.needed_bytes("train", workload, floors=[])["ours"] > 16 * shape.num_parameters
+
+
+def test_the_memory_of_several_families_adds_up(monkeypatch):
+    workloads = [Workload(size="3m", shape=SHAPES[name]["3m"], dtype="float32") for name in ("qwen3", "llama3")]
+    each = [sum(machine.needed_bytes("generate", workload, floors=["vLLM eager"]).values()) for workload in workloads]
+    free = SimpleNamespace(available=sum(each) - 1)
+    monkeypatch.setattr(machine, "local_host", lambda: SimpleNamespace(cuda=None))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
+    with pytest.raises(machine.CannotMeasure, match="3m ours .*, llama3 3m vLLM eager "):
+        machine.check_memory("generate", workloads, floors=["vLLM eager"])
+    free.available += 1
+    machine.check_memory("generate", workloads, floors=["vLLM eager"])
+
+
+@pytest.mark.parametrize("python", ["", "/nowhere/bin/python", sys.executable])
+def test_steps_without_trl_are_refused_with_how_to_install_it(python, capsys):
+    assert main.main(["bench", "step", "--floor-python", python]) == 2
+    error = capsys.readouterr().err
+    assert f"--floor-python={python!r}: " in error and "pip install torch==2.13.0 trl==1.16.0" in error
+
+
+def test_memory_of_a_gpu_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(platform, "device_type", lambda: "cuda")
+    assert main.main(["bench", "memory"]) == 2
+    assert "--device=cuda: memory counts the machine's memory, not a GPU's" in capsys.readouterr().err
+
+
+def test_compiling_without_a_compiler_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(platform, "missing_compiler", lambda: "PATH has no C++ compiler")
+    assert main.main(["bench", "generate", "--floors", "compiled"]) == 2
+    assert "--floors: PATH has no C++ compiler" in capsys.readouterr().err
 
 
 def measured(name: str, ratio: float) -> Measurement:

@@ -7,13 +7,26 @@ import pytest
 from torchtitan_rl.tools.bench.workload import PROMPT_TOKENS, SHAPES, Workload
 
 
-def workload(size="3m", **more) -> Workload:
-    return Workload(size=size, shape=SHAPES[size], dtype="float32", **more)
+def workload(size="3m", family="qwen3", **more) -> Workload:
+    return Workload(size=size, shape=SHAPES[family][size], dtype="float32", **more)
 
 
-@pytest.mark.parametrize("size, millions", [("3m", 3.16), ("32m", 31.6), ("0.6b", 596)])
-def test_a_size_is_named_after_its_parameters(size, millions):
-    assert SHAPES[size].num_parameters / 1e6 == pytest.approx(millions, rel=0.01)
+@pytest.mark.parametrize(
+    "family, size, millions",
+    [("qwen3", "0.6b", 596)]
+    + [(family, size, n) for family in ("qwen3", "llama3", "qwen2") for size, n in (("3m", 3.15), ("32m", 31.4))],
+)
+def test_a_size_is_named_after_its_parameters_in_every_family(family, size, millions):
+    assert SHAPES[family][size].num_parameters / 1e6 == pytest.approx(millions, rel=0.01)
+    assert SHAPES[family][size].name == family
+
+
+def test_vllm_has_a_model_of_its_own_of_every_shape():
+    assert [shape.own_model_fault("cpu") for shapes in SHAPES.values() for shape in shapes.values()] == [""] * 7
+
+
+def test_qwen3_goes_without_saying_in_a_name():
+    assert workload().name == "3m" and workload("32m", "llama3").name == "llama3 32m"
 
 
 def test_fixed_lengths_are_64_tokens():
@@ -32,7 +45,7 @@ def test_eight_completions_share_a_prompt_that_no_other_repeat_has():
     assert len(first) == 128 and all(len(prompt) == PROMPT_TOKENS for prompt in first)
     assert first[0] == first[7] != first[8] and first == workload().prompts(1)
     assert not {tuple(prompt) for prompt in first} & {tuple(prompt) for prompt in second}
-    assert max(max(prompt) for prompt in first) < SHAPES["3m"].vocab_size
+    assert max(max(prompt) for prompt in first) < workload().shape.vocab_size
 
 
 def test_the_cache_of_a_generator_holds_all_completions_at_once():
