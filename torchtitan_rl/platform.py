@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 
@@ -26,6 +28,7 @@ __all__ = [
     "logprob_chunk_bytes",
     "adapt_parallel_model",
     "set_threads",
+    "in_threads",
     "num_cores",
     "pin",
     "unpin",
@@ -152,6 +155,42 @@ def set_threads(num_threads: int) -> int:
     num_threads = num_threads or num_cores()
     _set_num_threads(num_threads)
     return num_threads
+
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+_workers: ThreadPoolExecutor | None = None
+
+
+def in_threads(function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
+    """`function` of every item, in order, by as many threads as CPU operators have here. An operator that one of them
+    calls uses that thread alone. For work that releases the interpreter's lock: copies, checksums, operators. One item
+    alone needs no thread."""
+    if len(items) == 1:
+        return [function(items[0])]
+    results: list = [None] * len(items)
+    left, inference = iter(enumerate(items)), torch.is_inference_mode_enabled()
+
+    def work() -> None:
+        with torch.inference_mode(inference):
+            for index, item in left:
+                results[index] = function(item)
+
+    global _workers
+    if _workers is None:
+        _workers = ThreadPoolExecutor(num_cores(), "worker", _one_thread)
+    num_threads = torch.get_num_threads()
+    try:
+        for future in [_workers.submit(work) for _ in range(min(num_threads, len(items)))]:
+            future.result()
+    finally:
+        _set_num_threads(num_threads)  # of threads that begin later: a worker has set it to 1
+    return results
+
+
+def _one_thread() -> None:
+    torch.get_num_threads()  # a thread's first call gives it the number that is set for all
+    _set_num_threads(1)
 
 
 def adapt_parallel_model(model: torch.nn.Module) -> None:

@@ -232,6 +232,6 @@ def changed(config: Module.Config, config_class: type[Module.Config], **changes:
 def pack_matrices(model: torch.nn.Module) -> None:
     """Packs the matrices of a model whose parameters have changed, where the platform packs."""
     if platform.packs_matrices() and ops._supports_onednn:  # a build without oneDNN multiplies by plain matrices
-        for module in model.modules():
-            if isinstance(module, PackedLinear | SplitQKVLinear):
-                module.pack()
+        layers = [module for module in model.modules() if isinstance(module, PackedLinear | SplitQKVLinear)]
+        layers.sort(key=lambda layer: -sum(parameter.numel() for parameter in layer.parameters()))  # the head first
+        platform.in_threads(lambda layer: layer.pack(), layers)
