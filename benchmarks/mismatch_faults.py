@@ -146,16 +146,16 @@ def older_version() -> Patches:
 
 def stale_tensor() -> Patches:
     """One tensor is published as it was at the start."""
-    from torchtitan_rl.weights import layout
+    from torchtitan_rl.weights.payload import PayloadWriter
 
-    write, first = layout.write, {}
+    add, first = PayloadWriter.add, {}
 
-    def write_one_stale(buffer, manifest, name, tensor):
+    def add_one_stale(self, name, tensor):
         if name == "layers.2.feed_forward.w2.weight":
             tensor = first.setdefault(name, tensor.clone())
-        write(buffer, manifest, name, tensor)
+        add(self, name, tensor)
 
-    yield patch.object(layout, "write", write_one_stale)
+    yield patch.object(PayloadWriter, "add", add_one_stale)
 
 
 def layer_scaled() -> Patches:

@@ -6,8 +6,10 @@ import ctypes
 import logging
 import os
 import shutil
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 
@@ -20,7 +22,6 @@ __all__ = [
     "can_cut_prompts",
     "head_dims",
     "packs_matrices",
-    "one_thread_numbers",
     "missing_compiler",
     "has_float8",
     "grouped_mm_multiple",
@@ -29,6 +30,7 @@ __all__ = [
     "logprob_chunk_bytes",
     "adapt_parallel_model",
     "set_threads",
+    "in_threads",
     "num_cores",
     "pin",
     "unpin",
@@ -88,12 +90,6 @@ def packs_matrices() -> bool:
     """Whether a generator multiplies by packed copies of its matrices: on a CPU a product of a few rows takes oneDNN a
     half to a quarter of the time then. The copies take as much memory as the matrices."""
     return device_type() == "cpu"
-
-
-def one_thread_numbers() -> int:
-    """torch computes on one thread what has fewer numbers than this, its grain size on a CPU. Operators of vLLM wake
-    all threads for any size, which takes longer than such work, above all on busy cores."""
-    return 2**15 if device_type() == "cpu" else 0
 
 
 def missing_compiler() -> str:
@@ -169,6 +165,42 @@ def set_threads(num_threads: int) -> int:
     num_threads = num_threads or num_cores()
     _set_num_threads(num_threads)
     return num_threads
+
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+_workers: ThreadPoolExecutor | None = None
+
+
+def in_threads(function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
+    """`function` of every item, in order, by as many threads as CPU operators have here. An operator that one of them
+    calls uses that thread alone. For work that releases the interpreter's lock: copies, checksums, operators. One item
+    alone needs no thread."""
+    if len(items) == 1:
+        return [function(items[0])]
+    results: list = [None] * len(items)
+    left, inference = iter(enumerate(items)), torch.is_inference_mode_enabled()
+
+    def work() -> None:
+        with torch.inference_mode(inference):
+            for index, item in left:
+                results[index] = function(item)
+
+    global _workers
+    if _workers is None:
+        _workers = ThreadPoolExecutor(num_cores(), "worker", _one_thread)
+    num_threads = torch.get_num_threads()
+    try:
+        for future in [_workers.submit(work) for _ in range(min(num_threads, len(items)))]:
+            future.result()
+    finally:
+        _set_num_threads(num_threads)  # of threads that begin later: a worker has set it to 1
+    return results
+
+
+def _one_thread() -> None:
+    torch.get_num_threads()  # a thread's first call gives it the number that is set for all
+    _set_num_threads(1)
 
 
 def adapt_parallel_model(model: torch.nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import threading
 from datetime import timedelta
 
 import pytest
@@ -129,3 +130,28 @@ def test_chunks_of_logits_are_larger_on_a_gpu_unless_their_size_is_given(gpu):
     assert (platform.logprob_chunk_bytes(0), platform.logprob_chunk_bytes(3)) == (128 * 2**20, 3 * 2**20)
     gpu((9, 0))
     assert (platform.logprob_chunk_bytes(0), platform.logprob_chunk_bytes(3)) == (512 * 2**20, 3 * 2**20)
+
+
+def test_items_are_worked_on_in_threads_and_their_results_are_in_order():
+    before = torch.get_num_threads()
+
+    def work(item):
+        return item, threading.current_thread().name, torch.get_num_threads(), torch.is_inference_mode_enabled()
+
+    with torch.inference_mode():
+        results = platform.in_threads(work, range(50))
+    assert [item for item, *_ in results] == list(range(50))
+    assert {(threads, inference) for *_, threads, inference in results} == {(1, True)}
+    assert threading.current_thread().name not in {name for _, name, *_ in results}
+    assert platform.in_threads(work, range(1))[0][3] is False
+    assert platform.in_threads(work, []) == []
+    new = threading.Thread(target=lambda: results.append(torch.get_num_threads()))
+    new.start()
+    new.join()
+    assert before == torch.get_num_threads() == results[-1]  # of this thread, and of those that begin later
+
+
+def test_an_error_of_a_thread_is_raised_and_the_threads_go_on():
+    with pytest.raises(ZeroDivisionError):
+        platform.in_threads(lambda item: 1 / item, [1, 0, 2])
+    assert platform.in_threads(lambda item: 1 / item, [1, 2]) == [1, 0.5]

@@ -48,6 +48,8 @@ class Replica:
         """The rounds of requests that are being answered: pinned ones under True."""
         self._pulling: int | None = None
         """The version that a pull is fetching."""
+        self._releasing: asyncio.Future[None] | None = None
+        """The release of the version before, after a pull: nobody waits for it but the next pull."""
         self._changed = asyncio.Condition()
         self._num_tickets = 0
         self.stall_s = 0.0
@@ -79,6 +81,8 @@ class Replica:
     async def pull(self, version: int) -> None:
         """Fetches a version, while requests go on, and loads it once pinned ones have ended. Raises ReplicaLost, and
         VersionRefused."""
+        if self._releasing is not None:
+            await self._releasing
         async with self._changed:  # a pinned request may be loading this version: it would take what is fetched here
             self._pulling = version
             self._changed.notify_all()  # the version before serves unpinned requests from now on
@@ -90,7 +94,7 @@ class Replica:
             self._pulling = None
             async with self._changed:
                 self._changed.notify_all()
-        await self._release(previous)
+        self._releasing = asyncio.ensure_future(self._release(previous))
 
     async def load_hf(self, directory: str, version: int) -> None:
         """Loads the weights of a Hugging Face directory, after all pinned requests have ended. Raises ReplicaLost."""
@@ -98,6 +102,11 @@ class Replica:
             await self._until(lambda: not self._in_flight[True])
             await self._fetch(GeneratorOperations.fetch_hf, directory, version)
             await self._switch(version)
+
+    def close(self) -> None:
+        """Gives up the release of the version before, if it goes on: the store ends too."""
+        if self._releasing is not None:
+            self._releasing.cancel()
 
     async def release(self) -> None:
         """Releases the version that the replica holds, and wakes every call that waits for the replica. Call after

@@ -295,6 +295,8 @@ class SamplingClient:
         """Cancels every unanswered call. Its caller gets a RuntimeError."""
         for task in self._tasks:
             task.cancel()
+        for replica in self._replicas:
+            replica.close()
         for batch, _ in self._waiting:
             _fail(batch, RuntimeError(_CLOSED))
         self._waiting.clear()

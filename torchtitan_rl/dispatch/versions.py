@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from pathlib import Path
 from typing import Protocol
@@ -13,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from torchtitan_rl.config.meshes import WeightSyncConfig
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.weights import layout
-from torchtitan_rl.weights.finite import NotFinite, WeightsNotFinite, is_finite
+from torchtitan_rl.weights.finite import NotFinite, WeightsNotFinite
+from torchtitan_rl.weights.payload import PayloadWriter
 from torchtitan_rl.weights.versioned import VersionedStore
 
 __all__ = ["OneVersion", "PolicyVersions", "ServedVersions"]
@@ -95,8 +97,7 @@ class PolicyVersions:
         holders.update([holder] * (holders.pop(holder) - 1))  # without a name that holds nothing
         if not holders:
             del self._holders[version]
-            await self._store.discard(version)
-            await self._trainer.discard_weights(version)
+            await asyncio.gather(self._store.discard(version), self._trainer.discard_weights(version))
 
     def holders(self) -> dict[int, list[str]]:
         """Version to the names of its holders."""
@@ -146,15 +147,15 @@ class PolicyVersions:
                 tensors = load_file(str(file))
             except SafetensorError as error:
                 raise ValueError(f"{file}: is no safetensors file ({error}); use another one") from error
-            for name, tensor in tensors.items():
-                if tensor.is_floating_point() and not is_finite(tensor):
-                    raise WeightsNotFinite(NotFinite(version=version, tensor=name))
             entries = ((name, tensor.shape, tensor.dtype, True) for name, tensor in tensors.items())
             manifest = layout.plan(version, entries, None)
             payload = torch.zeros(manifest.nbytes, dtype=torch.uint8)
+            writer = PayloadWriter(manifest, payload, verify=self._config.verify)
             for name, tensor in tensors.items():
-                layout.write(payload, manifest, name, tensor)
-            await self._store.publish(manifest, payload, handle="", verify=self._config.verify)
+                writer.add(name, tensor)
+            if not_finite := writer.finish():
+                raise WeightsNotFinite(NotFinite(version=version, tensor=not_finite))
+            await self._store.publish(manifest, payload, handle="")
             self._holders[version] = Counter()
         self.pin(version, holder)
 

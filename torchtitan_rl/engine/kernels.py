@@ -43,19 +43,14 @@ adapters.adapt_torchtitan()
 
 
 class KernelNorm(RMSNorm):
-    """An RMS norm in one operator, computed in float32 and rounded once, as torch's. Few rows are torch's own: vLLM's
-    operator wakes every thread for them."""
+    """An RMS norm in one operator, computed in float32 and rounded once, as torch's."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(RMSNorm.Config):
         pass
 
-    def __init__(self, config: Config):
-        super().__init__(config)
-        self._one_thread = platform.one_thread_numbers()
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling() or x.numel() < self._one_thread:
+        if torch.compiler.is_compiling():
             return super().forward(x)
         x = x.contiguous()  # the kernel reads rows one after the other, whatever the strides
         out = torch.empty_like(x)
@@ -308,6 +303,7 @@ def changed(config: Module.Config, config_class: type[Module.Config], **changes:
 def pack_matrices(model: torch.nn.Module) -> None:
     """Packs the matrices of a model whose parameters have changed, where the platform packs."""
     if platform.packs_matrices() and ops._supports_onednn:  # a build without oneDNN multiplies by plain matrices
-        for module in model.modules():
-            if isinstance(module, PackedLinear | PackedFeedForward | SplitQKVLinear):
-                module.pack()
+        packing = PackedLinear | PackedFeedForward | SplitQKVLinear
+        layers = [module for module in model.modules() if isinstance(module, packing)]
+        layers.sort(key=lambda layer: -sum(parameter.numel() for parameter in layer.parameters()))  # the head first
+        platform.in_threads(lambda layer: layer.pack(), layers)

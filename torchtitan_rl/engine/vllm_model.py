@@ -13,12 +13,14 @@ from vllm.compilation.decorators import ignore_torch_compile, support_torch_comp
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
+from torchtitan_rl import platform
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.engine.kernels import pack_matrices
 from torchtitan_rl.engine.layers import shard_for_rank, state_dtypes
 from torchtitan_rl.engine.plan import generator_spec
 from torchtitan_rl.families import DecoderShape
 from torchtitan_rl.model.module_state import places
+from torchtitan_rl.model.row_blocks import copy_all, row_blocks
 from torchtitan_rl.model.spec import build_spec, with_positions
 
 __all__ = ["EngineShape", "TorchtitanForCausalLM", "TorchtitanWithStates", "model_class"]
@@ -77,9 +79,10 @@ class TorchtitanForCausalLM(nn.Module):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Copies whole tensors under torchtitan's names into this rank's parameters, in place; a tied head once."""
         tensors = dict(weights)  # names and shapes were compared where the weights were fetched
-        for name in {id(place): name for name, place in self.places.items()}.values():
-            part = shard_for_rank(name, tensors[name], self.tp_rank, self.tp_size)
-            self.places[name].copy_(part.reshape(self.places[name].shape))
+        copy_all(
+            (place, shard_for_rank(name, tensors[name], self.tp_rank, self.tp_size).reshape(place.shape))
+            for name, place in {id(place): (name, place) for name, place in self.places.items()}.values()
+        )
         pack_matrices(self.decoder)
         return {name for name, _ in self.named_parameters()}
 
@@ -89,25 +92,30 @@ class TorchtitanForCausalLM(nn.Module):
         first: dict[int, str] = {}
         for name, place in self.places.items():
             tied = first.setdefault(id(place), name)
-            if tied != name and not torch.equal(_bits(weights[name]), _bits(weights[tied])):
+            one, other = weights[name], weights[tied]
+            if one.data_ptr() != other.data_ptr() and not torch.equal(_bits(one), _bits(other)):
                 return name
         return ""
 
     @torch.inference_mode()
     def check_holds(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Raises RuntimeError unless this rank holds its part of these whole tensors bit for bit."""
+        state: dict[str, torch.Tensor] = {}
         for name, tensor in weights:
-            loaded = self._loaded_tensor(name)
+            if name not in state:
+                state = self._state_beside(name)
+            loaded = state[name]
             expected = shard_for_rank(name, tensor, self.tp_rank, self.tp_size).to(loaded.device, loaded.dtype)
-            if not torch.equal(_bits(loaded), _bits(expected)):
+            if not _equal(loaded, expected):
                 raise RuntimeError(f"policy_version={version}: the engine holds other values of {name} than were sent")
 
-    def _loaded_tensor(self, name: str) -> torch.Tensor:
-        """One tensor of `canonical_state`, which copies the parts of every fused weight."""
-        *path, owner, last = name.split(".")
+    def _state_beside(self, name: str) -> dict[str, torch.Tensor]:
+        """The tensors of `canonical_state` that one module has, among them `name`. A fused weight's are copies."""
+        *path, owner, _ = name.split(".")
         module = self.decoder.get_submodule(".".join(path))
-        module, key = (getattr(module, owner), last) if hasattr(module, owner) else (module, f"{owner}.{last}")
-        return module.state_dict()[key]
+        if hasattr(module, owner):
+            module, path = getattr(module, owner), [*path, owner]
+        return module.state_dict(prefix=".".join([*path, ""]))
 
 
 @ignore_torch_compile
@@ -132,6 +140,14 @@ class TorchtitanWithStates(TorchtitanForCausalLM):
 def model_class(shape: DecoderShape) -> type[TorchtitanForCausalLM]:
     """The class that runs a model of these sizes. vLLM knows it by its name, once it is registered."""
     return TorchtitanWithStates if shape.state_sizes else TorchtitanForCausalLM
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and dtype have the same bits, compared by every core at once."""
+    if one.is_cuda:
+        return torch.equal(_bits(one), _bits(other))
+    blocks = [(one[rows], other[rows]) for rows in row_blocks(one)]
+    return all(platform.in_threads(lambda block: torch.equal(_bits(block[0]), _bits(block[1])), blocks))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,9 @@ import torch
 from torchtitan.models.common.attention import FusedQKVLinear
 
 from torchtitan_rl import adapters
+from torchtitan_rl.model.sharding import plain_name
 
-__all__ = ["fused_state", "places"]
+__all__ = ["fused_layers", "fused_state", "places", "split"]
 
 adapters.adapt_torchtitan()
 
@@ -28,17 +29,32 @@ def places(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     head, head_dim, ...) for the query part of a fused weight, (n_kv_heads, head_dim, ...) for its key and value parts,
     the parameter's own shape for the rest. A parameter with two names, such as a tied head, is one tensor under both.
     """
-    tensors, known = fused_state(model), {}
-    for prefix, module in model.named_modules():
-        if not isinstance(module, FusedQKVLinear):
-            continue
-        for kind in ("weight", "bias"):
-            if (fused := tensors.pop(f"{prefix}.wqkv.{kind}", None)) is not None:
-                heads = fused.unflatten(0, (-1, module.r_dim, module.head_dim))
-                tensors[f"{prefix}.wq.{kind}"] = heads[:, : module.heads_per_kv]
-                tensors[f"{prefix}.wk.{kind}"] = heads[:, module.heads_per_kv]
-                tensors[f"{prefix}.wv.{kind}"] = heads[:, module.heads_per_kv + 1]
-    return {name: known.setdefault((place.data_ptr(), place.shape), place) for name, place in tensors.items()}
+    layers, known = fused_layers(model), {}
+    return {
+        name: known.setdefault((place.data_ptr(), place.shape), place)
+        for fused_name, tensor in fused_state(model).items()
+        for name, place in split(fused_name, tensor, layers).items()
+    }
+
+
+def fused_layers(model: torch.nn.Module) -> dict[str, FusedQKVLinear]:
+    """The layers that have a fused query-key-value weight, by their names in a state dict."""
+    return {plain_name(name): module for name, module in model.named_modules() if isinstance(module, FusedQKVLinear)}
+
+
+def split(name: str, tensor: torch.Tensor, layers: dict[str, FusedQKVLinear]) -> dict[str, torch.Tensor]:
+    """The query, key and value part of a fused weight or bias, in its memory: (n_kv_heads, heads per KV head, head_dim,
+    ...), (n_kv_heads, head_dim, ...) and the same. Any other tensor of `fused_state` under its name."""
+    prefix, _, kind = name.rpartition(".wqkv.")
+    if prefix not in layers:
+        return {name: tensor}
+    layer = layers[prefix]
+    heads = tensor.unflatten(0, (-1, layer.r_dim, layer.head_dim))
+    return {
+        f"{prefix}.wq.{kind}": heads[:, : layer.heads_per_kv],
+        f"{prefix}.wk.{kind}": heads[:, layer.heads_per_kv],
+        f"{prefix}.wv.{kind}": heads[:, layer.heads_per_kv + 1],
+    }
 
 
 class _Fused(OrderedDict):

@@ -11,7 +11,9 @@ __all__ = ["whole", "load_whole", "plain_name", "vocabulary_cut"]
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The unsharded tensor; a collective call for a DTensor."""
     tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.to_local() if tensor.device_mesh.size() == 1 else tensor.full_tensor()
 
 
 def vocabulary_cut(vocab_size: int, rank: int, size: int) -> tuple[int, int]:

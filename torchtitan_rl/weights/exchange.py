@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from torchtitan_rl.config.meshes import TrainerConfig
 from torchtitan_rl.model import lora
-from torchtitan_rl.model.sharding import plain_name
+from torchtitan_rl.model.module_state import fused_layers, fused_state, split
+from torchtitan_rl.model.sharding import plain_name, whole
+from torchtitan_rl.record.tracing import span
 from torchtitan_rl.weights import layout, sharded_push
-from torchtitan_rl.weights.finite import FiniteCheck
+from torchtitan_rl.weights.payload import PayloadWriter
+from torchtitan_rl.weights.pieces import HeadRows
+from torchtitan_rl.weights.trainer_shards import aliases_of
 from torchtitan_rl.weights.versioned import VersionedStore
 
 __all__ = ["WeightExchange"]
@@ -34,7 +39,7 @@ class WeightExchange:
     ):
         self.model, self.device, self.store = model, device, store
         self.buffers, self.pieces = layout.SharedBuffers(), sharded_push.Publisher()
-        self.n_kv_heads, self.lora = n_kv_heads, config.lora
+        self.n_kv_heads, self.lora, self.layers = n_kv_heads, config.lora, fused_layers(model)
         # `named_parameters` lacks wq, wk and wv, which the state shows for the fused weight: subtract buffers instead.
         self.buffer_names = {plain_name(name) for name, _ in model.named_buffers()}
 
@@ -48,29 +53,39 @@ class WeightExchange:
         first such tensor. Empty: all is well, or another rank looks."""
         if transport == "store":
             return await sharded_push.push(self, version, dtype, only)
-        state, adapters = self.base_and_adapters()
+        adapters = self.base_and_adapters()[1] if self.lora is not None else {}
+        state, aliases = lora.base_state(fused_state(self.model)), aliases_of(self.model)
         if only is not None:
-            state = {only: state[only]}
-        tensors = ((name, t.shape, t.dtype, name not in self.buffer_names) for name, t in state.items())
-        manifest = layout.plan(version, tensors, dtype)
-        publisher = dist.get_rank() == 0
-        handle, payload, check = "", None, FiniteCheck()
-        if publisher:
-            handle, payload = self.buffers.take(version, manifest.nbytes)
+            state, aliases = {only: state[only]}, {}
+        stored = {name: tensor for name, tensor in state.items() if name not in aliases}
+        manifest = layout.plan(version, self._described(stored), dtype)
+        manifest.entries |= {name: manifest.entries[kept] for name, kept in aliases.items()}
+        if dist.get_rank():
+            for tensor in stored.values():
+                whole(tensor)  # collective: every rank takes part, rank 0 uses the result
+            return ""
+        handle, payload = self.buffers.take(version, manifest.nbytes)
+        with span("publish weights"):
+            writer = PayloadWriter(manifest, payload, verify=verify)
+            for fused_name, tensor in stored.items():
+                for name, part in split(fused_name, whole(tensor), self.layers).items():
+                    if name in adapters:
+                        part = lora.merge(name, part.reshape(manifest.entries[name].shape), adapters)
+                    writer.add(name, part)
+            first = writer.finish()
+        if not first:
+            await self.store.publish(manifest, payload, handle=handle)
+        return first
+
+    def _described(self, state: dict[str, torch.Tensor]) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, bool]]:
+        """What `layout.plan` asks about each tensor of a fused state: name, shape, dtype, whether it is a parameter."""
         for name, tensor in state.items():
-            # Collective: every rank takes part, rank 0 uses the result.
-            weight = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if publisher:
-                merged = lora.merge(name, weight, adapters) if adapters else weight
-                layout.write(payload, manifest, name, merged)
-                check.add(name, merged, manifest.entries[name].view(payload))
-        if publisher:
-            if self.device.type == "cuda":  # one wait for all asynchronous copies
-                torch.cuda.current_stream().synchronize()
-            if first := check.first():
-                return first
-            await self.store.publish(manifest, payload, handle=handle, verify=verify)
-        return ""
+            layer, shape = self.layers.get(name.rpartition(".wqkv.")[0]), tuple(tensor.shape)
+            parts = (
+                [(name, shape)] if layer is None else HeadRows(layer.heads_per_kv, layer.head_dim).shapes(name, shape)
+            )
+            for part, part_shape in parts:
+                yield part, part_shape, tensor.dtype, name not in self.buffer_names
 
     def discard_weights(self, version: int | str) -> None:
         """Frees a published version's segment for the next publication."""

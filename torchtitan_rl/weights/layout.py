@@ -10,8 +10,9 @@ import mmap
 import os
 import socket
 import warnings
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import xxhash
@@ -20,11 +21,11 @@ from torchtitan_rl import platform
 
 __all__ = [
     "ALIGNMENT",
+    "Block",
     "Entry",
     "Manifest",
     "SharedBuffers",
     "plan",
-    "write",
     "read",
     "checksum",
     "open_shared",
@@ -51,6 +52,15 @@ class Entry:
         return buffer[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
 
 
+class Block(NamedTuple):
+    """Some bytes of one tensor in the buffer."""
+
+    start: int
+    end: int
+    checksum: str
+    """See `checksum`."""
+
+
 @dataclass(kw_only=True, slots=True)
 class Manifest:
     """Everything about one published version except the bytes of the weights."""
@@ -59,7 +69,8 @@ class Manifest:
     """A policy version; for weights that one trainer role sends to another, a name."""
     entries: dict[str, Entry]
     nbytes: int
-    checksum: str = ""
+    blocks: list[Block] = field(default_factory=list)
+    """All of the tensors' bytes; empty: there are no checksums."""
     handle: str = ""
     """The path of the payload's shared-memory file; empty when the store holds the payload."""
     host: str = ""
@@ -67,7 +78,7 @@ class Manifest:
 
 
 def plan(
-    version: int | str, tensors: Iterable[tuple[str, torch.Size, torch.dtype, bool]], dtype: torch.dtype | None
+    version: int | str, tensors: Iterable[tuple[str, Sequence[int], torch.dtype, bool]], dtype: torch.dtype | None
 ) -> Manifest:
     """Lays tensors out one after another; `tensors` gives (name, shape, dtype, whether a parameter) of each. Parameters
     are sent in `dtype` (None: their own), buffers in their own."""
@@ -79,20 +90,13 @@ def plan(
     return Manifest(version=version, entries=entries, nbytes=offset)
 
 
-def write(buffer: torch.Tensor, manifest: Manifest, name: str, tensor: torch.Tensor) -> None:
-    """Casts one tensor into the buffer. Copies from a CUDA device are asynchronous: synchronise before a read."""
-    place = manifest.entries[name].view(buffer)
-    # Cast on the CUDA device: that may halve the bytes copied.
-    place.copy_(tensor.to(place.dtype) if tensor.is_cuda else tensor, non_blocking=True)
-
-
 def read(buffer: torch.Tensor, manifest: Manifest) -> dict[str, torch.Tensor]:
     """All tensors, as views of the buffer."""
     return {name: entry.view(buffer) for name, entry in manifest.entries.items()}
 
 
 def checksum(buffer: torch.Tensor) -> str:
-    """xxh3 of the whole buffer, padding included (buffers start out zeroed), at some 30 GB/s of a core."""
+    """xxh3 of the bytes, at some 30 GB/s of a core."""
     # `torch.hash_tensor` would run on a GPU, but is an exclusive or, blind to order.
     return xxhash.xxh3_64_hexdigest(buffer.numpy().data)
 

@@ -92,9 +92,8 @@ class PieceManifest:
     aliases: dict[str, str]
     """Names of tensors that are other tensors' memory, such as a tied head: name -> the name that has pieces."""
     sources: list[Source]
-    checksum: str = ""
-    """Empty: each piece has its own. The next two are empty, too: the bytes are not all in one place."""
     handle: str = ""
+    """Empty, as the next: the bytes are not all in one place."""
     host: str = ""
 
     def stored(self) -> dict[str, Entry]:

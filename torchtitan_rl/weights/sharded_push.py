@@ -70,7 +70,7 @@ async def push(exchange: Any, version: int | str, dtype: torch.dtype | None, onl
         entries |= {name: entries[kept] for name, kept in aliases.items()}
         entries = entries if only is None else {only: entries[only]}
         manifest = PieceManifest(version=version, entries=entries, aliases=aliases, sources=sources)
-        await exchange.store.publish(manifest, None, handle="", verify=False)
+        await exchange.store.publish(manifest, None, handle="")
     return ""
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
+import torch
 import torchstore
 
 from torchtitan_rl import adapters
@@ -30,10 +32,13 @@ class WeightStore(VersionedStore):
         await torchstore.shutdown(self.name)
 
     async def _put(self, key: str, value: Any) -> None:
-        await torchstore.put(key, value, store_name=self.name)
+        # A manifest travels three times, and Monarch would take three times as long to pickle it, each time.
+        sent = value if isinstance(value, torch.Tensor) else pickle.dumps(value)
+        await torchstore.put(key, sent, store_name=self.name)
 
     async def _get(self, key: str) -> Any:
-        return await torchstore.get(key, store_name=self.name)
+        value = await torchstore.get(key, store_name=self.name)
+        return value if isinstance(value, torch.Tensor) else pickle.loads(value)
 
     async def _exists(self, key: str) -> bool:
         return await torchstore.exists(key, store_name=self.name)

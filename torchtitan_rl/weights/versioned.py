@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from typing import Any
+from itertools import compress
+from typing import Any, NoReturn
 
 import torch
 
-from torchtitan_rl import platform
 from torchtitan_rl.record.tracing import span
-from torchtitan_rl.weights.layout import Manifest, checksum, host_name, open_shared
-from torchtitan_rl.weights.pinned import PinnedPayloads
+from torchtitan_rl.weights.layout import Manifest, host_name
+from torchtitan_rl.weights.mapped import MappedPayloads
+from torchtitan_rl.weights.payload import intact
 from torchtitan_rl.weights.remote_fetcher import RemoteFetcher
 
 __all__ = ["VersionedStore", "MemoryStore"]
@@ -27,15 +28,12 @@ class VersionedStore(ABC):
 
     def __init__(self, timeout_s: float):
         self.timeout_s = timeout_s
-        self._pinned = None if platform.device_type() == "cpu" else PinnedPayloads()
-        """Segments that stay mapped between versions, for copies to a GPU."""
+        self._mapped = MappedPayloads()
         self.fetcher = RemoteFetcher()
 
-    async def publish(self, manifest: Manifest, payload: torch.Tensor | None, *, handle: str, verify: bool) -> None:
+    async def publish(self, manifest: Manifest, payload: torch.Tensor | None, *, handle: str) -> None:
         """Makes a version visible. With an empty `handle` the store keeps the payload. `payload` None: its publishers
         serve it in pieces."""
-        with span("publish weights"):
-            manifest.checksum = checksum(payload) if verify and payload is not None else ""
         manifest.handle, manifest.host = handle, host_name() if handle else ""
         with span("wait for the store"):
             if not handle and payload is not None:
@@ -45,23 +43,24 @@ class VersionedStore(ABC):
     async def fetch(self, version: int | str, *, verify: bool) -> tuple[Manifest, torch.Tensor]:
         """(manifest, payload) of a version. Raises RuntimeError for a missing version and for a wrong checksum."""
         with span("wait for the store"):
-            if not await self._exists(_key(version, "manifest")):
+            try:
+                manifest: Manifest = await self._get(_key(version, "manifest"))
+            except KeyError:
                 await self._refuse_missing(version)
-            manifest: Manifest = await self._get(_key(version, "manifest"))
         if manifest.handle:
             with span("read weights"):
-                payload = open_shared(manifest) if self._pinned is None else self._pinned.open(manifest)
+                payload = self._mapped.open(manifest)
         else:
             with span("wait for the store"):
                 manifest, payload = await self.fetcher.fetch(manifest, verify, self._get, lambda p: _key(version, p))
-        if verify and manifest.checksum:
+        if verify:
             with span("read weights"):
-                intact = checksum(payload) == manifest.checksum
-            if not intact:
+                is_intact = intact(payload, manifest)
+            if not is_intact:
                 raise RuntimeError(f"policy_version={version}: the payload's checksum is wrong; publish it again")
         return manifest, payload
 
-    async def _refuse_missing(self, version: int | str) -> None:
+    async def _refuse_missing(self, version: int | str) -> NoReturn:
         raise RuntimeError(
             f"policy_version={version}: is not in the store (it holds {await self.versions()}); "
             "pin a version to keep it, or pull the newest"
@@ -72,9 +71,10 @@ class VersionedStore(ABC):
         try:
             with span("wait for the store"):
                 async with asyncio.timeout(self.timeout_s):
-                    for key in (_key(version, "manifest"), _key(version, "payload")):
-                        if await self._exists(key):
-                            await self._delete(key)
+                    keys = _key(version, "manifest"), _key(version, "payload")
+                    there = await asyncio.gather(*(self._exists(key) for key in keys))
+                    for key in compress(keys, there):
+                        await self._delete(key)
         except TimeoutError:
             raise RuntimeError(f"store: did not discard version {version} within {self.timeout_s:g} s") from None
 
@@ -87,7 +87,8 @@ class VersionedStore(ABC):
     async def _put(self, key: str, value: Any) -> None: ...
 
     @abstractmethod
-    async def _get(self, key: str) -> Any: ...
+    async def _get(self, key: str) -> Any:
+        """Raises KeyError for a key without a value."""
 
     @abstractmethod
     async def _exists(self, key: str) -> bool: ...
@@ -108,8 +109,7 @@ class MemoryStore(VersionedStore):
 
     async def stop(self) -> None:
         self._values.clear()
-        if self._pinned is not None:
-            self._pinned.close()
+        self._mapped.close()
 
     async def _put(self, key: str, value: Any) -> None:
         self._values[key] = value

@@ -148,6 +148,54 @@ async def test_requests_of_a_lost_replica_are_sent_to_the_others_once_and_its_ve
     ]
 
 
+async def test_a_pull_does_not_wait_for_the_version_before_to_be_deleted_and_the_next_pull_does(monkeypatch):
+    deleting, deleted = [], asyncio.Event()
+
+    async def discard(weights, version):
+        deleting.append(version)
+        await deleted.wait()
+
+    monkeypatch.setattr(Weights, "discard", discard)
+    meshes, versions, client = client_of(1)
+    for _ in range(2):
+        await asyncio.wait_for(client.pull(await versions.publish()), 5)
+    await settle()
+    assert deleting == [1] and meshes[0].loaded == [1, 2]
+    third = asyncio.ensure_future(client.pull(await versions.publish()))
+    await settle()
+    assert meshes[0].loaded == [1, 2]
+    deleted.set()
+    await asyncio.wait_for(third, 5)
+    assert meshes[0].loaded == [1, 2, 3]
+
+
+async def test_an_error_of_the_deletion_is_raised_by_the_next_pull(monkeypatch):
+    async def discard(weights, version):
+        raise RuntimeError(f"store: did not discard version {version} within 600 s")
+
+    monkeypatch.setattr(Weights, "discard", discard)
+    _, versions, client = client_of(1)
+    for _ in range(2):
+        await client.pull(await versions.publish())
+    with pytest.raises(RuntimeError, match="did not discard version 1"):
+        await client.pull(await versions.publish())
+
+
+async def test_a_client_that_is_closed_gives_up_the_deletion(monkeypatch):
+    async def discard(weights, version):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Weights, "discard", discard)
+    _, versions, client = client_of(1)
+    for _ in range(2):
+        await client.pull(await versions.publish())
+    await settle()
+    releasing = client._replicas[0]._releasing
+    client.close()
+    await settle()
+    assert releasing.cancelled()
+
+
 async def test_when_the_last_replica_is_lost_every_caller_hears_of_all_of_them():
     meshes, versions, client = client_of(2)
     await client.pull(await versions.publish())

@@ -50,21 +50,20 @@ def assert_equal_up_to_rounding(actual, expected):
 
 
 @DTYPES
-@pytest.mark.parametrize("num_rows", [7, platform.one_thread_numbers() // 32])  # torch's norm, and the kernel's
-def test_a_norm_is_torchtitans_for_rows_of_any_strides(dtype, num_rows):
+def test_a_norm_is_torchtitans_for_rows_of_any_strides(dtype):
     plain, fast = built(RMSNorm.Config(normalized_shape=16, eps=1e-5), dtype)
-    rows = torch.randn(num_rows, 64, dtype=dtype)
+    rows = torch.randn(7, 64, dtype=dtype)
     heads = rows[:, 16:48].unflatten(-1, (2, 16))  # a view: a kernel that took it for contiguous would read other rows
     with torch.no_grad():
         assert_equal_up_to_rounding(fast(heads), plain(heads))
-        assert_equal_up_to_rounding(fast(heads[:3]), fast(heads)[:3])
+        assert torch.equal(fast(heads[:3]), fast(heads)[:3])  # a row has the same bits in any company
 
 
 def test_a_norm_of_a_size_that_the_kernel_refuses_stays_torchtitans():
     config = RMSNorm.Config(normalized_shape=20, eps=1e-5)
     assert type(kernels.with_kernels(config)) is RMSNorm.Config
     with pytest.raises(RuntimeError, match="hidden_size"):  # when this passes, the exception can go
-        kernels.KernelNorm.Config(normalized_shape=20, eps=1e-5).build()(torch.ones(2**11, 20))
+        kernels.KernelNorm.Config(normalized_shape=20, eps=1e-5).build()(torch.ones(3, 20))
 
 
 @DTYPES

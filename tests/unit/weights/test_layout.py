@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtitan_rl.weights.difference import explain_difference
-from torchtitan_rl.weights.layout import Entry, checksum, plan, read, write
+from torchtitan_rl.weights.layout import Entry, checksum, plan, read
+from torchtitan_rl.weights.payload import PayloadWriter
 
 bf16, f32 = torch.bfloat16, torch.float32
 
@@ -17,8 +18,10 @@ def described(tensors, parameters):
 def published(tensors, parameters, dtype):
     manifest = plan(3, described(tensors, parameters), dtype)
     buffer = torch.zeros(manifest.nbytes, dtype=torch.uint8)
+    writer = PayloadWriter(manifest, buffer, verify=True)
     for name, tensor in tensors.items():
-        write(buffer, manifest, name, tensor)
+        writer.add(name, tensor)
+    assert writer.finish() == ""
     return manifest, buffer
 
 

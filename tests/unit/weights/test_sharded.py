@@ -313,7 +313,7 @@ def test_adapters_are_merged_box_by_box(trainers, monkeypatch):
 
 async def test_a_store_gives_each_process_its_part_and_a_file_has_all(trainers, tmp_path):
     store = MemoryStore()
-    await store.publish(trainers(7), None, handle="", verify=False)
+    await store.publish(trainers(7), None, handle="")
     check(await store.fetch(7, verify=True), 0, 1)
     store.fetcher.part = 1, 2
     check(await store.fetch(7, verify=True), 1, 2)

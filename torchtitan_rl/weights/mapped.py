@@ -1,4 +1,4 @@
-"""Shared memory pinned for reads by a GPU; each segment stays mapped between versions."""
+"""Shared memory that a reader keeps mapped between versions, on CUDA pinned."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import torch
 from torchtitan_rl import platform
 from torchtitan_rl.weights.layout import Manifest, open_shared
 
-__all__ = ["PinnedPayloads"]
+__all__ = ["MappedPayloads"]
 
 
-class PinnedPayloads:
-    """A reader's view of publishers' segments, for CUDA.
+class MappedPayloads:
+    """A reader's view of publishers' segments.
 
-    Pinning a segment takes longer than copying from the segment. So a segment is mapped once and kept as long as the
-    publisher keeps the segment. The mapping is writable: CUDA does not pin read-only pages on every system.
+    Mapping a segment costs a fault for every few pages that are read, and pinning it on CUDA takes longer than copying
+    from it. So a segment is mapped once and kept as long as the publisher keeps the segment. On CUDA the mapping is
+    writable: CUDA does not pin read-only pages on every system.
     """
 
     def __init__(self) -> None:
@@ -30,7 +31,7 @@ class PinnedPayloads:
                 platform.unpin(buffer)
                 del self._segments[handle]
         if manifest.handle not in self._segments:
-            buffer = open_shared(manifest, write=True)
+            buffer = open_shared(manifest, write=platform.device_type() == "cuda")
             platform.pin(buffer)
             self._segments[manifest.handle] = _inode(manifest.handle), buffer
         return self._segments[manifest.handle][1]

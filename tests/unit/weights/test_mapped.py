@@ -7,8 +7,10 @@ import torch
 
 from torchtitan_rl import platform
 from torchtitan_rl.weights import layout
+from torchtitan_rl.weights.finite import FiniteCheck
 from torchtitan_rl.weights.layout import SharedBuffers, host_name, open_shared
-from torchtitan_rl.weights.pinned import PinnedPayloads
+from torchtitan_rl.weights.mapped import MappedPayloads
+from torchtitan_rl.weights.payload import PayloadWriter
 
 
 @pytest.fixture
@@ -51,7 +53,7 @@ def test_a_publishers_segment_is_pinned_once_and_let_go_at_the_end(pinned):
 
 
 def test_a_readers_segment_is_mapped_and_pinned_once(pinned):
-    buffers, payloads = SharedBuffers(), PinnedPayloads()
+    buffers, payloads = SharedBuffers(), MappedPayloads()
     handle, published = buffers.take(1, 128)
     published.fill_(7)
     read = payloads.open(manifest(handle, 128))
@@ -70,7 +72,7 @@ def test_a_segment_that_is_not_there_is_refused_with_the_way_out():
 
 
 def test_a_segment_whose_publisher_is_gone_is_let_go(pinned):
-    old, payloads = SharedBuffers(), PinnedPayloads()
+    old, payloads = SharedBuffers(), MappedPayloads()
     handle, published = old.take(1, 128)
     published.fill_(7)
     kept = payloads.open(manifest(handle, 128))
@@ -111,7 +113,8 @@ class OnCuda(torch.Tensor):
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         if getattr(function, "__self__", None) is torch.Tensor.is_cuda:
             return True
-        cls.done.append((function.__name__, args[1:] if function.__name__ == "to" else kwargs))
+        if function.__name__ != "__get__":
+            cls.done.append((function.__name__, args[1:] if function.__name__ == "to" else kwargs))
         return super().__torch_function__(function, types, args, kwargs or {})
 
 
@@ -121,8 +124,14 @@ def test_a_tensor_on_cuda_is_cast_there_and_copied_without_waiting(monkeypatch):
     tensor = torch.tensor([[1.0 + 2.0**-10, -2.0], [3.0, 0.5]]).T
     manifest = layout.plan(1, [("w", tensor.shape, torch.float32, True)], torch.bfloat16)
     there, here = torch.zeros(manifest.nbytes, dtype=torch.uint8), torch.zeros(manifest.nbytes, dtype=torch.uint8)
-    layout.write(there, manifest, "w", tensor.as_subclass(OnCuda))
-    assert OnCuda.done == [("to", (torch.bfloat16,)), ("copy_", {"non_blocking": True})]
-    layout.write(here, manifest, "w", tensor)
+    writer = PayloadWriter(manifest, there, verify=False)
+    monkeypatch.setattr(platform, "wait_for_copies", lambda: OnCuda.done.append("waited"))
+    monkeypatch.setattr(FiniteCheck, "add", lambda check, name, source, place: None)
+    writer.add("w", tensor.as_subclass(OnCuda))
+    writer.finish()
+    assert OnCuda.done == [("to", (torch.bfloat16,)), ("copy_", {"non_blocking": True}), "waited"]
+    on_host = PayloadWriter(manifest, here, verify=False)
+    on_host.add("w", tensor)
+    on_host.finish()
     assert torch.equal(there, here)
     assert layout.read(there, manifest)["w"].tolist() == [[1.0, 3.0], [-2.0, 0.5]]
