@@ -1,8 +1,8 @@
 """A Qwen3.5 on the quickstart's task.
 
 Differs from the quickstart:
-- model.shape: Qwen35Shape(vocab_size=64, dim=128, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=32, hidden_dim=384,
-  max_seq_len=512, full_attention_interval=2, n_key_heads=4, n_value_heads=4, key_head_dim=32, value_head_dim=32), not
+- model.shape: Qwen35Shape(vocab_size=64, dim=192, n_layers=4, n_heads=6, n_kv_heads=3, head_dim=32, hidden_dim=576,
+  max_seq_len=512, full_attention_interval=2, n_key_heads=6, n_value_heads=6, key_head_dim=32, value_head_dim=32), not
   Qwen3Shape(vocab_size=64, dim=128, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=32, hidden_dim=384,
   max_seq_len=512); gated delta nets and gated attention in turn
 - supervised.lr: 0.002, not 0.003
@@ -14,16 +14,16 @@ from torchtitan_rl.tasks.letter_sort import LetterSort
 
 SHAPE = rl.Qwen35Shape(
     vocab_size=64,
-    dim=128,
+    dim=192,
     n_layers=4,
-    n_heads=4,
-    n_kv_heads=2,
+    n_heads=6,
+    n_kv_heads=3,
     head_dim=32,
-    hidden_dim=384,
+    hidden_dim=576,
     max_seq_len=512,
     full_attention_interval=2,
-    n_key_heads=4,
-    n_value_heads=4,
+    n_key_heads=6,
+    n_value_heads=6,
     key_head_dim=32,
     value_head_dim=32,
 )
