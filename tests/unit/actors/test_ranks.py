@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from torchtitan_rl import adapters
+from torchtitan_rl import adapters, platform
 
 adapters.prepare_vllm(eager=True)
 
@@ -49,21 +49,26 @@ class Store:
     def __init__(self, published):
         self.published = published
 
-    async def publish(self, manifest, payload, *, handle, verify):
+    async def publish(self, manifest, payload, *, handle):
         tensors = {name: tensor.tolist() for name, tensor in layout.read(payload, manifest).items()}
-        self.published.append((manifest.version, tensors, verify))
+        self.published.append((manifest.version, tensors, bool(manifest.blocks)))
+
+
+def model_of(**parameters):
+    return torch.nn.ParameterDict({name: torch.nn.Parameter(tensor) for name, tensor in parameters.items()})
 
 
 async def test_a_push_from_a_gpu_waits_for_the_device_before_anyone_hears_of_it(monkeypatch):
     happened = []
     exchange = WeightExchange(
-        SimpleNamespace(named_buffers=lambda: [], state_dict=lambda: {"w": torch.tensor([1.0, 2.0])}),
+        model_of(w=torch.tensor([1.0, 2.0])),
         n_kv_heads=1,
         config=TrainerConfig(),
         device=SimpleNamespace(type="cuda"),
         store=Store(happened),
     )
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(platform, "device_type", lambda: "cuda")
     stream = SimpleNamespace(synchronize=lambda: happened.append("waited"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     await exchange.push(3, torch.bfloat16, "shared_memory", True)
@@ -74,9 +79,8 @@ async def test_a_push_from_a_gpu_waits_for_the_device_before_anyone_hears_of_it(
 async def test_weights_that_are_not_finite_are_named_and_never_published(monkeypatch):
     """Finite in the trainer's float32, infinite in the generators' bfloat16."""
     published = []
-    state = {"a": torch.ones(2), "b": torch.tensor([1.0, 3.4e38])}
     exchange = WeightExchange(
-        SimpleNamespace(named_buffers=lambda: [], state_dict=lambda: state),
+        model_of(a=torch.ones(2), b=torch.tensor([1.0, 3.4e38])),
         n_kv_heads=1,
         config=TrainerConfig(),
         device=SimpleNamespace(type="cpu"),
