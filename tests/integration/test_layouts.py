@@ -135,6 +135,7 @@ def test_a_bfloat16_generator_stays_near_the_trainer(loop, tmp_path):
         assert 1e-4 < largest < 0.1 and kl <= 1e-3, (largest, kl)
 
 
+@pytest.mark.slow  # g++ takes a minute
 def test_a_compiled_generator_says_what_an_eager_one_says_before_and_after_a_load(
     loop, reference, tmp_path, monkeypatch
 ):
