@@ -165,17 +165,21 @@ async def _monarchs(workers: list[str], timeout_s: float) -> list[str]:
     RuntimeError for a worker that does not say it."""
 
     async def ask(worker: str) -> str:
+        end = time.monotonic() + timeout_s
         while True:
             try:
                 if monarch_at := await asyncio.to_thread(ask_to_attach, *split(worker)):
                     return monarch_at
-            except ConnectionRefusedError:
-                pass  # the worker was there a moment ago: nobody listens between its old program and its new one
             except OSError as error:
-                raise RuntimeError(
-                    f"hosts={worker}: is no worker of torchtitan_rl ({error}); start it with "
-                    f"`python -m torchtitan_rl.launch.worker {worker}`"
-                ) from None
+                # The worker was there a moment ago. Between its old program and its new one nobody listens, and who
+                # had connected to the old one is cut off.
+                between = isinstance(error, ConnectionRefusedError | ConnectionResetError)
+                if not between or time.monotonic() > end:
+                    raise RuntimeError(
+                        f"hosts={worker}: is no worker of torchtitan_rl ({error}); start it with "
+                        f"`python -m torchtitan_rl.launch.worker {worker}`"
+                    ) from None
+                await asyncio.sleep(0.1)
             await _listening(worker, timeout_s)
 
     return await asyncio.gather(*(ask(worker) for worker in workers))
