@@ -305,5 +305,7 @@ def pack_matrices(model: torch.nn.Module) -> None:
     if platform.packs_matrices() and ops._supports_onednn:  # a build without oneDNN multiplies by plain matrices
         packing = PackedLinear | PackedFeedForward | SplitQKVLinear
         layers = [module for module in model.modules() if isinstance(module, packing)]
-        layers.sort(key=lambda layer: -sum(parameter.numel() for parameter in layer.parameters()))  # the head first
-        platform.in_threads(lambda layer: layer.pack(), layers)
+        layers.sort(key=lambda layer: -sum(parameter.numel() for parameter in layer.parameters()))
+        for layer in layers[:1]:  # the head, often a third of all: oneDNN shares it among the cores
+            layer.pack()
+        platform.in_threads(lambda layer: layer.pack(), layers[1:])
