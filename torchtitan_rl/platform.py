@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Literal, TypeVar
 
@@ -191,7 +191,9 @@ def in_threads(function: Callable[[_Item], _Result], items: Sequence[_Item]) -> 
         _workers = ThreadPoolExecutor(num_cores(), "worker", _one_thread)
     num_threads = torch.get_num_threads()
     try:
-        for future in [_workers.submit(work) for _ in range(min(num_threads, len(items)))]:
+        futures = [_workers.submit(work) for _ in range(min(num_threads, len(items)))]
+        wait(futures)  # also when one fails: the others write to what the caller would give back
+        for future in futures:
             future.result()
     finally:
         _set_num_threads(num_threads)  # of threads that begin later: a worker has set it to 1

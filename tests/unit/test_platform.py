@@ -3,6 +3,7 @@
 import logging
 import sys
 import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -155,3 +156,20 @@ def test_an_error_of_a_thread_is_raised_and_the_threads_go_on():
     with pytest.raises(ZeroDivisionError):
         platform.in_threads(lambda item: 1 / item, [1, 0, 2])
     assert platform.in_threads(lambda item: 1 / item, [1, 2]) == [1, 0.5]
+
+
+@pytest.mark.skipif(torch.get_num_threads() < 2, reason="one thread has nobody to wait for")
+def test_an_error_is_raised_once_no_thread_works_any_more():
+    working, finished = threading.Event(), []
+
+    def work(item):
+        if item == "fails":
+            assert working.wait(10)
+            raise ValueError(item)
+        working.set()
+        time.sleep(0.2)
+        finished.append(item)
+
+    with pytest.raises(ValueError, match="fails"):
+        platform.in_threads(work, ["fails", "goes on"])
+    assert finished == ["goes on"]
