@@ -14,6 +14,7 @@ import pytest
 
 from tests.security.doors import DOORS, Door, as_json, opened
 from tests.security.mutations import mutated, mutated_address
+from tests.security.open_sockets import open_doors, sockets
 
 pytestmark = pytest.mark.whole
 
@@ -50,6 +51,13 @@ def test_a_page_of_another_site_gets_nothing(door: Door):
             assert status(**{"Content-Type": "text/plain"}) == 415
             assert status(**{"Content-Type": "application/x-www-form-urlencoded"}) == 415
     assert door.answers()
+
+
+def test_no_process_of_it_listens_to_other_hosts(door: Door):
+    assert door.answers()  # every process is there
+    processes = [door.process, *door.process.children(recursive=True)]
+    seen = {place: command for process in processes for place, command in sockets(process).items()}
+    assert door.address in seen and open_doors(seen) == {}
 
 
 def test_heads_without_end_are_cut_off(door: Door):

@@ -3,7 +3,6 @@
 Each verb is started as a user starts it, and every process below it is looked at several times a second until it ends.
 """
 
-import ipaddress
 import subprocess
 import sys
 import time
@@ -12,6 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from tests.security.open_sockets import open_doors, sockets
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "configs" / "quickstart.py")
@@ -24,30 +25,8 @@ TWO_RANKS = [
     *("--trainer.parallelism.data-parallel-shard-degree", "2", "--trainer.num-threads", "1"),
     *("--generator.tensor-parallel-degree", "2", "--generator.num-threads", "1"),
 ]
+RESTARTS = ["--max-restarts", "1"]  # under a supervisor, which is a process too
 pytestmark = [pytest.mark.whole, pytest.mark.timeout(420)]
-
-
-def sockets(process: psutil.Process) -> dict[tuple[str, int], str]:
-    """What the process listens on, or receives datagrams at: address and port, and the process's command."""
-    with suppress(psutil.Error):
-        command = " ".join(process.cmdline())[-160:]
-        return {
-            (entry.laddr.ip, entry.laddr.port): command
-            for entry in process.net_connections("inet")
-            # A connected datagram socket hears its peer alone; libraries ask with one which address leads out.
-            if entry.status == psutil.CONN_LISTEN or (entry.status == psutil.CONN_NONE and not entry.raddr)
-        }
-    return {}
-
-
-def open_doors(sockets: dict[tuple[str, int], str]) -> dict[tuple[str, int], str]:
-    """Those that are bound to more than the loopback."""
-
-    def is_loopback(address: str) -> bool:
-        number = ipaddress.ip_address(address)
-        return (getattr(number, "ipv4_mapped", None) or number).is_loopback
-
-    return {place: command for place, command in sockets.items() if not is_loopback(place[0])}
 
 
 class Verb:
@@ -131,8 +110,8 @@ def test_the_look_sees_a_door_that_is_open_to_all_and_one_that_is_not():
 @pytest.mark.parametrize(
     "more",
     [
-        pytest.param(["--max-restarts", "1"], id="lag 0, supervised"),
-        pytest.param(["--algorithm.max-policy-lag", "1", "--generator.num-spares", "1"], id="lag 1, a spare"),
+        pytest.param([*RESTARTS, "--algorithm.max-policy-lag", "1", "--generator.num-spares", "1"], id="lag 1, a spare"),
+        pytest.param(RESTARTS, id="lag 0", marks=pytest.mark.slow),
         pytest.param(TWO_RANKS, id="two ranks each", marks=pytest.mark.slow),
         pytest.param(["--serve", "0"], id="served meanwhile", marks=pytest.mark.slow),
     ],
@@ -155,12 +134,14 @@ def test_eval(start, tmp_path, checkpoint):
     assert open_doors(verb.sockets) == {}
 
 
+@pytest.mark.slow  # test_doors looks at the same server once it has answered
 def test_serve(start, tmp_path, checkpoint):
     verb = start("serve", str(checkpoint[0]), "--port", "0", "--output-dir", str(tmp_path / "serve"))
     verb.watch("http://")
     assert verb.sockets and open_doors(verb.sockets) == {}
 
 
+@pytest.mark.slow  # as above
 def test_serve_tinker(start, tmp_path):
     verb = start("serve-tinker", QUICKSTART, "--port", "0", "--lora-rank", "4", "--output-dir", str(tmp_path / "run"))
     verb.watch("TINKER_BASE_URL=")

@@ -48,5 +48,6 @@ async def test_a_worker_whose_old_program_cuts_a_connection_off_is_asked_again(w
 
 
 async def test_who_cuts_off_every_connection_is_no_worker(worker):
-    with pytest.raises(RuntimeError, match="is no worker of torchtitan_rl .*reset"):
+    # The message depends on whether the last connection was cut off before or after it was there.
+    with pytest.raises(RuntimeError, match=r"no worker .*(reset|Errno 104)"):
         await _monarchs([worker(num_resets=10**6)], timeout_s=1)
