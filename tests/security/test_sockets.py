@@ -110,7 +110,9 @@ def test_the_look_sees_a_door_that_is_open_to_all_and_one_that_is_not():
 @pytest.mark.parametrize(
     "more",
     [
-        pytest.param([*RESTARTS, "--algorithm.max-policy-lag", "1", "--generator.num-spares", "1"], id="lag 1, a spare"),
+        pytest.param(
+            [*RESTARTS, "--algorithm.max-policy-lag", "1", "--generator.num-spares", "1"], id="lag 1, a spare"
+        ),
         pytest.param(RESTARTS, id="lag 0", marks=pytest.mark.slow),
         pytest.param(TWO_RANKS, id="two ranks each", marks=pytest.mark.slow),
         pytest.param(["--serve", "0"], id="served meanwhile", marks=pytest.mark.slow),

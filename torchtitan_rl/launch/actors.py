@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import monarch.actor
 import psutil
@@ -33,6 +33,9 @@ from torchtitan_rl.launch.liveness import JOIN_S
 from torchtitan_rl.launch.rendezvous import Rendezvous
 from torchtitan_rl.launch.spares import Spares
 from torchtitan_rl.launch.stack import start_generators, start_stack
+
+if TYPE_CHECKING:
+    from torchtitan_rl.weights.store import WeightStore
 
 __all__ = ["ActorLauncher"]
 
@@ -187,10 +190,11 @@ class ActorLauncher:
 
     async def start_store(self) -> None:
         """Starts TorchStore: its volume on the first host and its controller, each in a process of its own."""
-        from torchtitan_rl.weights.store import WeightStore
-
-        store = WeightStore(self.store_name, timeout_s=self.call_timeout_s)
-        await self._in_time(store.start(await self._spawn("store", 1, Place(hosts=[0], devices=[""]))), "store: start")
+        procs = await self._spawn("store", 1, Place(hosts=[0], devices=[""]))
+        # Importing TorchStore takes most of a second. On a thread, or the other meshes would wait with their starts.
+        store_class = await asyncio.to_thread(_weight_store)
+        store = store_class(self.store_name, timeout_s=self.call_timeout_s)
+        await self._in_time(store.start(procs), "store: start")
         self.store = store
 
     async def _spawn(self, role: str, num_ranks: int, place: Place):
@@ -294,6 +298,12 @@ class ActorLauncher:
         for pid in self.pids:
             _kill(pid)
         self.pids.clear()
+
+
+def _weight_store() -> type[WeightStore]:
+    from torchtitan_rl.weights.store import WeightStore
+
+    return WeightStore
 
 
 def _kill(pid: int) -> None:
