@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import torch
 
+from torchtitan_rl.algorithm.proximal import sapo
 from torchtitan_rl.algorithm.surrogate import (
     LOG_RATIO_LIMIT,
     check_clip,
@@ -44,6 +45,7 @@ __all__ = [
     "ppo",
     "reverse_kl",
     "sampled_metrics",
+    "sapo",
     "trained_before",
     "value_loss",
 ]

@@ -38,6 +38,7 @@ __all__ = [
     "ppo",
     "reinforce_pp_baseline",
     "rloo",
+    "sapo",
     "self_distill",
 ]
 
@@ -118,6 +119,20 @@ def cispo(**changes: Any) -> AlgorithmConfig:
         reduction=reductions.token_mean,
     )
     return _changed("cispo", preset, changes)
+
+
+def sapo(**changes: Any) -> AlgorithmConfig:
+    """SAPO (arXiv:2511.20347): GRPO with a smooth gate on each token's ratio instead of a clip.
+
+    The temperatures are the paper's: the gate closes faster for tokens with a negative advantage.
+    """
+    preset = AlgorithmConfig(
+        advantage_fn=advantages.grpo,
+        loss_fn=losses.sapo,
+        loss_config={"tau_pos": 1.0, "tau_neg": 1.05},
+        reduction=reductions.sequence_mean,
+    )
+    return _changed("sapo", preset, changes)
 
 
 def rloo(**changes: Any) -> AlgorithmConfig:

@@ -119,6 +119,42 @@ def gspo(sequences, clip_low=3e-4, clip_high=4e-4):
     return -math.fsum(terms)
 
 
+def gate(ratio, tau):
+    return 4 / tau / (1 + math.exp(-tau * (ratio - 1)))
+
+
+def sapo(sequences, tau_pos=1.0, tau_neg=1.05):
+    """SAPO: f(r) A with f(r) = sigmoid(tau (r - 1)) x 4 / tau."""
+    return token_loss(
+        sequences, lambda ratio, advantage, logprob: gate(ratio, tau_pos if advantage > 0 else tau_neg) * advantage
+    )
+
+
+# Gradients of losses by the policy's log-probabilities: a list of numbers per sequence.
+
+
+def token_gradient(sequences, slope):
+    """-weight x slope(ratio, advantage) at trained tokens, with the slope of the term by the log-probability."""
+    return [
+        [
+            -s["weight"][t] * slope(math.exp(s["policy"][t] - s["old"][t]), s["advantage"][t]) if s["mask"][t] else 0.0
+            for t in range(len(s["mask"]))
+        ]
+        for s in sequences
+    ]
+
+
+def sapo_gradient(sequences, tau_pos=1.0, tau_neg=1.05):
+    """Equation 8 of the paper: 4 p (1 - p) r A with p = sigmoid(tau (r - 1))."""
+
+    def slope(ratio, advantage):
+        tau = tau_pos if advantage > 0 else tau_neg
+        p, q = gate(ratio, tau) * tau / 4, 1 / (1 + math.exp(min(tau * (ratio - 1), 700.0)))  # q = 1 - p
+        return 4 * p * q * ratio * advantage
+
+    return token_gradient(sequences, slope)
+
+
 # KL(policy || reference) of one token, d = log policy - log reference; r = reference / policy.
 
 

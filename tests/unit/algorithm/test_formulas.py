@@ -20,6 +20,7 @@ LOSSES = {
     "cispo": {},
     "dro": {"beta": 0.1},
     "gspo": {"clip_low": 0.3, "clip_high": 0.4},
+    "sapo": {},
 }
 CASES = [
     *LOSSES.items(),
@@ -27,7 +28,9 @@ CASES = [
     ("ppo", {"clip_high": 0.5, "dual_clip": 1.25}),
     ("gspo", {}),
     ("cispo", {"clip_low": 0.5, "clip_high": 0.28}),
+    ("sapo", {"tau_pos": 0.5, "tau_neg": 3.0}),
 ]
+SAMPLED = [name for name in LOSSES if name != "cross_entropy"]
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 ragged = st.lists(st.lists(st.booleans(), min_size=1, max_size=6), min_size=1, max_size=5)
@@ -107,7 +110,7 @@ def test_masked_tokens_have_exactly_no_gradient(name, config, ragged, seed, spre
 
 
 @pytest.mark.parametrize("garbage", [3e38, -3e38, -1e20, math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "dro", "gspo"])
+@pytest.mark.parametrize("name", SAMPLED)
 def test_masked_garbage_reaches_neither_loss_nor_gradient(name, garbage):
     def answer(masked_policy, masked_old):
         sequences = [
@@ -130,7 +133,7 @@ def test_masked_garbage_reaches_neither_loss_nor_gradient(name, garbage):
     assert answer(garbage, -1.0) == answer(-1.0, garbage) == answer(garbage, garbage) == ordinary
 
 
-@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "dro", "gspo"])
+@pytest.mark.parametrize("name", SAMPLED)
 @pytest.mark.parametrize("log_ratio", [30.0, -30.0, 1e4, -1e4])
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_log_ratios_beyond_twenty_stay_finite(name, log_ratio, advantage):
@@ -398,6 +401,8 @@ def test_a_dual_clip_bounds_what_a_negative_advantage_costs(ratio, advantage, ob
         (partial(losses.gspo, clip_high=math.nan), "clip_low=0.0003: the bounds"),
         (partial(losses.ppo, dual_clip=1.0), "dual_clip=1.0: must be above 1"),
         (partial(losses.dro, beta=0.0), "beta=0.0: must be positive"),
+        (partial(losses.sapo, tau_pos=0.0), "tau_pos=0.0: must be positive and finite"),
+        (partial(losses.sapo, tau_neg=math.inf), "tau_neg=inf: must be positive and finite"),
         (partial(losses.value_loss, clip=0.0), "clip=0.0: must be positive"),
     ],
 )
