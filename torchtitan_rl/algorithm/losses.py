@@ -36,6 +36,7 @@ __all__ = [
     "cross_entropy",
     "datum_sums",
     "dro",
+    "gmpo",
     "gspo",
     "importance_sampling",
     "kl_sum",
@@ -98,10 +99,37 @@ def gspo(
     """
     check_clip(clip_low, clip_high)
     log_ratio_T = masked_difference(inputs, inputs.policy_logprobs.detach(), old_logprobs(inputs))
-    lengths_B = datum_sums(inputs, (inputs.loss_mask > 0).to(log_ratio_T.dtype)).clamp(min=1.0)
-    mean_B = datum_sums(inputs, log_ratio_T) / lengths_B
+    mean_T = _datum_means(inputs, log_ratio_T)[inputs.datum]
     own_T = masked_difference(inputs, inputs.policy_logprobs, inputs.policy_logprobs.detach())
-    return clipped_surrogate(inputs, _clamped_exp(mean_B[inputs.datum] + own_T), clip_low, clip_high)
+    return clipped_surrogate(inputs, _clamped_exp(mean_T + own_T), clip_low, clip_high)
+
+
+def gmpo(
+    inputs: LossInputs, *, log_clip_low: float = 0.4, log_clip_high: float = 0.4
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Policy gradient with the geometric mean of a sequence's clipped ratios (Zhao et al., arXiv:2507.20673, GMPO).
+
+    -sum w x s x A with s = exp(mean over the sequence's trained tokens of the clipped log-ratio). Before the mean a
+    log-ratio is held from above at `log_clip_high` where A > 0, else from below at -`log_clip_low`. The bounds are in
+    nats, not distances from 1: the paper's 0.4 holds ratios within e^-0.4 and e^0.4.
+
+    Token t has the ratio sg[s] x pi_t / sg[pi_t] as in `gspo`, and without gradient where its log-ratio is clipped, so
+    advantages may differ within a sequence. Where advantages and weights are the same throughout a sequence, the
+    gradient is that of the paper's objective. A sequence is a datum; with the reduction `sequence_mean` the loss is the
+    paper's.
+    """
+    for name, bound in (("log_clip_low", log_clip_low), ("log_clip_high", log_clip_high)):
+        if not bound >= 0:
+            raise ValueError(f"{name}={bound}: must not be negative, it is a distance from a log-ratio of 0; use 0.4")
+    log_ratio_T = masked_difference(inputs, inputs.policy_logprobs, old_logprobs(inputs))
+    clipped_T = torch.where(
+        inputs.advantages > 0, log_ratio_T.clamp(max=log_clip_high), log_ratio_T.clamp(min=-log_clip_low)
+    )
+    mean_T = _datum_means(inputs, clipped_T.detach())[inputs.datum]
+    ratio_T = _clamped_exp(mean_T + (clipped_T - clipped_T.detach()))
+    was_clipped_T = (clipped_T != log_ratio_T) & (inputs.loss_mask > 0)
+    loss = -masked_sum(inputs, inputs.token_weights * ratio_T * inputs.advantages)
+    return loss, {"policy/clip_frac": was_clipped_T.sum()}
 
 
 def cispo(
@@ -165,6 +193,12 @@ def trained_before(inputs: LossInputs) -> torch.Tensor:
     before_T = mask_T.cumsum(0) - mask_T
     per_datum = mask_T.new_zeros(inputs.num_datums).index_add(0, inputs.datum, mask_T)
     return before_T - (per_datum.cumsum(0) - per_datum)[inputs.datum]
+
+
+def _datum_means(inputs: LossInputs, values_T: torch.Tensor) -> torch.Tensor:
+    """Mean over each datum's trained tokens of values that are 0 at masked tokens, (num_datums,); 0 without any."""
+    lengths_B = datum_sums(inputs, (inputs.loss_mask > 0).to(values_T.dtype)).clamp(min=1.0)
+    return datum_sums(inputs, values_T) / lengths_B
 
 
 def _clamped_exp(log_ratio: torch.Tensor) -> torch.Tensor:

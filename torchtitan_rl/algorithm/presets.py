@@ -33,6 +33,7 @@ __all__ = [
     "dapo",
     "distill",
     "dr_grpo",
+    "gmpo",
     "grpo",
     "gspo",
     "ppo",
@@ -104,6 +105,20 @@ def gspo(**changes: Any) -> AlgorithmConfig:
         reduction=reductions.sequence_mean,
     )
     return _changed("gspo", preset, changes)
+
+
+def gmpo(**changes: Any) -> AlgorithmConfig:
+    """GMPO (arXiv:2507.20673): GRPO with the geometric mean of a sequence's clipped ratios in place of their mean.
+
+    The bounds are the paper's, 0.4 nats on either side of a log-ratio of 0.
+    """
+    preset = AlgorithmConfig(
+        advantage_fn=advantages.grpo,
+        loss_fn=losses.gmpo,
+        loss_config={"log_clip_low": 0.4, "log_clip_high": 0.4},
+        reduction=reductions.sequence_mean,
+    )
+    return _changed("gmpo", preset, changes)
 
 
 def cispo(**changes: Any) -> AlgorithmConfig:

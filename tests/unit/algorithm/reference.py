@@ -130,6 +130,28 @@ def sapo(sequences, tau_pos=1.0, tau_neg=1.05):
     )
 
 
+def gmpo_ratio(sequence, log_clip_low, log_clip_high):
+    """(s, which tokens have a clipped log-ratio): s = exp(1 / |o| sum of log-ratios, held on the side that pays)."""
+    total, clipped = 0.0, []
+    for t in range(len(sequence["mask"])):
+        log_ratio = sequence["policy"][t] - sequence["old"][t] if sequence["mask"][t] else 0.0
+        positive = sequence["advantage"][t] > 0
+        bounded = min(log_ratio, log_clip_high) if positive else max(log_ratio, -log_clip_low)
+        clipped.append(bounded != log_ratio)
+        total += bounded
+    return math.exp(total / max(1, sum(sequence["mask"]))), clipped
+
+
+def gmpo(sequences, log_clip_low=0.4, log_clip_high=0.4):
+    """GMPO: the geometric mean of a sequence's clipped ratios, times each token's advantage."""
+    return -math.fsum(
+        s["weight"][t] * gmpo_ratio(s, log_clip_low, log_clip_high)[0] * s["advantage"][t]
+        for s in sequences
+        for t in range(len(s["mask"]))
+        if s["mask"][t]
+    )
+
+
 # Gradients of losses by the policy's log-probabilities: a list of numbers per sequence.
 
 
@@ -153,6 +175,16 @@ def sapo_gradient(sequences, tau_pos=1.0, tau_neg=1.05):
         return 4 * p * q * ratio * advantage
 
     return token_gradient(sequences, slope)
+
+
+def gmpo_gradient(sequences, log_clip_low=0.4, log_clip_high=0.4):
+    """-weight x s x A where the log-ratio is not clipped, else 0."""
+    gradients = []
+    for sequence in sequences:
+        s, clipped = gmpo_ratio(sequence, log_clip_low, log_clip_high)
+        trained = [bool(m) and not c for m, c in zip(sequence["mask"], clipped)]
+        gradients.append([-w * s * a * t for w, a, t in zip(sequence["weight"], sequence["advantage"], trained)])
+    return gradients
 
 
 # KL(policy || reference) of one token, d = log policy - log reference; r = reference / policy.

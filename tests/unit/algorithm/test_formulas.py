@@ -21,6 +21,7 @@ LOSSES = {
     "dro": {"beta": 0.1},
     "gspo": {"clip_low": 0.3, "clip_high": 0.4},
     "sapo": {},
+    "gmpo": {},
 }
 CASES = [
     *LOSSES.items(),
@@ -29,6 +30,8 @@ CASES = [
     ("gspo", {}),
     ("cispo", {"clip_low": 0.5, "clip_high": 0.28}),
     ("sapo", {"tau_pos": 0.5, "tau_neg": 3.0}),
+    ("gmpo", {"log_clip_low": 0.1, "log_clip_high": 2.0}),
+    ("gmpo", {"log_clip_low": math.inf, "log_clip_high": math.inf}),
 ]
 SAMPLED = [name for name in LOSSES if name != "cross_entropy"]
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -187,8 +190,12 @@ BEYOND = [
 
 @pytest.mark.parametrize(
     ("name", "config"),
-    # gspo stops a gradient inside its ratio: finite differences see it, `gspo_token_gradient` below has its gradient.
-    [*((name, config) for name, config in LOSSES.items() if name != "gspo"), ("ppo", {"dual_clip": 1.45})],
+    # gspo and gmpo stop a gradient inside their ratios, which finite differences see; their gradients are tested
+    # against `gspo_token_gradient` below and in test_sequence_losses.py.
+    [
+        *((name, config) for name, config in LOSSES.items() if name not in ("gspo", "gmpo")),
+        ("ppo", {"dual_clip": 1.45}),
+    ],
 )
 def test_gradients_by_finite_differences(name, config):
     ratios = BEYOND if name == "cispo" else SMOOTH
@@ -403,6 +410,8 @@ def test_a_dual_clip_bounds_what_a_negative_advantage_costs(ratio, advantage, ob
         (partial(losses.dro, beta=0.0), "beta=0.0: must be positive"),
         (partial(losses.sapo, tau_pos=0.0), "tau_pos=0.0: must be positive and finite"),
         (partial(losses.sapo, tau_neg=math.inf), "tau_neg=inf: must be positive and finite"),
+        (partial(losses.gmpo, log_clip_low=-0.1), "log_clip_low=-0.1: must not be negative"),
+        (partial(losses.gmpo, log_clip_high=math.nan), "log_clip_high=nan: must not be negative"),
         (partial(losses.value_loss, clip=0.0), "clip=0.0: must be positive"),
     ],
 )

@@ -15,6 +15,7 @@ LOSSES = [
     losses.dro,
     partial(losses.gspo, clip_low=0.3, clip_high=0.4),
     losses.sapo,
+    losses.gmpo,
 ]
 MASKS = [[1, 1, 0, 1, 1], [1, 1, 1], [0, 0], [0, 1, 1, 1, 0, 1], [1], [1, 1, 0, 0, 1, 1, 1]]
 

@@ -15,7 +15,8 @@ from torchtitan_rl.types import LossInputs
 GARBAGE = [-math.inf, math.inf, math.nan, 1e30, -1e30]
 OUTPUTS = ["policy_logprobs", "entropy", "teacher_kl", "predicted_values"]
 COLUMNS = ["advantages", "sampling_logprobs", "old_logprobs", "reference_logprobs", "values", "returns"]
-POLICY_LOSSES = [losses.importance_sampling, losses.ppo, losses.gspo, losses.cispo, losses.dro, losses.sapo]
+POLICY_LOSSES = [losses.importance_sampling, losses.ppo, losses.gspo, losses.cispo, losses.dro]
+POLICY_LOSSES += [losses.sapo, losses.gmpo]
 CORRECTIONS = [getattr(corrections, name) for name in corrections.__all__]
 
 

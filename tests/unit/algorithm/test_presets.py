@@ -30,6 +30,7 @@ PRESETS = {  # name: (config, role that the run brings)
     "gspo": (presets.gspo(), ""),
     "cispo": (presets.cispo(), ""),
     "sapo": (presets.sapo(), ""),
+    "gmpo": (presets.gmpo(), ""),
     "rloo": (presets.rloo(), ""),
     "ppo": (presets.ppo(), "critic"),
     "reinforce_pp_baseline": (presets.reinforce_pp_baseline(), ""),
@@ -59,6 +60,7 @@ def test_a_preset_is_accepted_on_the_quickstarts_task(name):
         ("gspo", advantages.grpo, losses.gspo, {"clip_low": 3e-4, "clip_high": 4e-4}, reductions.sequence_mean),
         ("cispo", advantages.grpo, losses.cispo, {"clip_low": 1.0, "clip_high": 4.0}, reductions.token_mean),
         ("sapo", advantages.grpo, losses.sapo, {"tau_pos": 1.0, "tau_neg": 1.05}, reductions.sequence_mean),
+        ("gmpo", advantages.grpo, losses.gmpo, {"log_clip_low": 0.4, "log_clip_high": 0.4}, reductions.sequence_mean),
         (
             "reinforce_pp_baseline",
             advantages.reinforce_pp_baseline,

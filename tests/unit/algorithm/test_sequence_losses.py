@@ -1,0 +1,98 @@
+"""GMPO: values and gradients by hand, against reference.py, and against what verl and TRL compute."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from tests.unit.algorithm import reference
+from tests.unit.algorithm.test_formulas import TOLERANCE, batch, over_ragged_batches, packed
+from tests.unit.algorithm.test_proximal import gradient, padded, with_sequence_mean
+from torchtitan_rl.algorithm import losses
+
+
+def rows_of(log_ratios, advantages, weight):
+    """One sequence whose first token is masked."""
+    length = len(log_ratios)
+    return {
+        "mask": [0, *[1] * length],
+        "policy": [-9.0, *(-2.0 + x for x in log_ratios)],
+        "old": [0.0, *[-2.0] * length],
+        "sampling": [0.0, *[-2.0] * length],
+        "advantage": [0.0, *advantages],
+        "weight": [0.0, *[weight] * length],
+    }
+
+
+def test_gmpo_holds_each_log_ratio_before_the_mean_on_the_side_that_pays():
+    # A = 2: 0.9 is held at 0.4, -0.9 is not; the mean is -0.25. A = -1: -0.9 is held at -0.4, 0.9 is not: 0.25.
+    inputs = packed([rows_of([0.9, -0.9], [2.0, 2.0], 0.25), rows_of([0.9, -0.9], [-1.0, -1.0], 0.25)], torch.float64)
+    loss, metrics = losses.gmpo(inputs)
+    low, high = math.exp(-0.25), math.exp(0.25)
+    assert loss.item() == pytest.approx(-(0.5 * low * 2 - 0.5 * high), rel=1e-12)
+    expected = [0, 0, -0.25 * low * 2, 0, 0.25 * high, 0]
+    assert gradient(losses.gmpo, inputs).tolist() == pytest.approx(expected, rel=1e-12)
+    assert metrics["policy/clip_frac"] == 2
+
+
+def test_advantages_that_cancel_within_a_sequence_train():
+    inputs = packed([rows_of([0.0] * 4, [1.0, 0.0, 0.0, -1.0], 0.25)], torch.float64)
+    assert gradient(losses.gmpo, inputs).tolist() == [0.0, -0.25, 0.0, 0.0, 0.25]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("config", [{}, {"log_clip_low": 0.1, "log_clip_high": 2.0}])
+@over_ragged_batches
+def test_the_gradient_of_gmpo(config, dtype, ragged, seed, spread):
+    sequences = batch(ragged, seed, spread, dtype)
+    rng = np.random.default_rng(seed)
+    if seed % 2:  # signs that differ within a sequence
+        for sequence in sequences:
+            sequence["advantage"] = torch.tensor(rng.normal(size=len(sequence["mask"])), dtype=dtype).tolist()
+    inputs = packed(sequences, dtype)
+    expected = reference.gmpo_gradient(sequences, **config)
+    expected_T = torch.tensor([x for row in expected for x in row], dtype=torch.float64)
+    difference_T = gradient(losses.gmpo, inputs, **config).double() - expected_T
+    assert (difference_T.abs() <= TOLERANCE[dtype] * expected_T.abs()).all()
+
+
+def test_with_one_advantage_per_sequence_the_gradient_is_that_of_the_sequences_ratio():
+    """By finite differences: none of the log-ratios is at a bound."""
+    fixed = packed([rows_of([0.7, -0.2, 0.1], [1.5] * 3, 0.125), rows_of([-0.6, 0.5], [-0.5] * 2, 0.25)], torch.float64)
+
+    def loss(policy_logprobs):
+        fixed.policy_logprobs = policy_logprobs
+        return losses.gmpo(fixed)[0]
+
+    assert torch.autograd.gradcheck(loss, [fixed.policy_logprobs])
+
+
+def gmpo_of_verl(policy, old, advantages, mask, low, high):
+    """verl 0.9.1, verl/trainer/ppo/core_algos.py, `compute_policy_loss_geo_mean`, but for its 1e-8 beside lengths."""
+    log_ratio, sign = policy - old, np.sign(advantages)
+    bounded = sign * np.minimum(sign * log_ratio, sign * np.clip(log_ratio, -low, high))
+    lengths_B = mask.sum(1)
+    ratio_B = np.exp((bounded * mask).sum(1) / lengths_B)
+    return (-(advantages * mask).sum(1) / lengths_B * ratio_B).mean()
+
+
+def gmpo_of_trl(policy, old, advantages, mask, low, high):
+    """TRL 1.16.0, trl/experimental/gmpo/gmpo_trainer.py, `_compute_loss` without a KL: one advantage per sequence."""
+    advantages_B1 = advantages[:, :1]
+    log_ratio = policy - old
+    held = np.clip(log_ratio, -low, high)
+    bounded = np.where(advantages_B1 > 0, np.minimum(log_ratio, held), np.maximum(log_ratio, held))
+    ratio_B = np.exp((bounded * mask).sum(1) / mask.sum(1).clip(1.0))
+    return (-ratio_B * advantages_B1[:, 0]).mean()
+
+
+@pytest.mark.parametrize("theirs", [gmpo_of_verl, gmpo_of_trl])
+@pytest.mark.parametrize("bounds", [(0.4, 0.4), (0.2, 0.28)])
+@pytest.mark.parametrize("seed", range(4))
+def test_gmpo_is_that_of_verl_and_trl(seed, bounds, theirs):
+    sequences = with_sequence_mean(batch([[1, 1, 0, 1], [1], [0, 1, 1, 1, 1], [1, 1]], seed, 1.0, torch.float64))
+    for sequence in sequences:
+        sequence["advantage"] = [sequence["advantage"][0]] * len(sequence["mask"])
+    loss, _ = losses.gmpo(packed(sequences, torch.float64), log_clip_low=bounds[0], log_clip_high=bounds[1])
+    assert loss.item() == pytest.approx(theirs(*padded(sequences), *bounds), rel=1e-12)
