@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from torchtitan_rl.algorithm.proximal import sapo
+from torchtitan_rl.algorithm.proximal import dppo_kl, dppo_tv, sapo
 from torchtitan_rl.algorithm.surrogate import (
     LOG_RATIO_LIMIT,
     check_clip,
@@ -35,6 +35,8 @@ __all__ = [
     "cispo",
     "cross_entropy",
     "datum_sums",
+    "dppo_kl",
+    "dppo_tv",
     "dro",
     "gmpo",
     "gspo",

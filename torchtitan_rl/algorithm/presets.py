@@ -32,6 +32,7 @@ __all__ = [
     "cispo",
     "dapo",
     "distill",
+    "dppo",
     "dr_grpo",
     "gmpo",
     "grpo",
@@ -148,6 +149,22 @@ def sapo(**changes: Any) -> AlgorithmConfig:
         reduction=reductions.sequence_mean,
     )
     return _changed("sapo", preset, changes)
+
+
+def dppo(**changes: Any) -> AlgorithmConfig:
+    """DPPO with the binary total variation (arXiv:2602.04879): centred rewards, and a token is dropped where its
+    probability moved by more than 0.2 from the one it was sampled with, the way that its advantage pushes it.
+
+    prime-rl's default loss adds a penalty on log-ratios: `loss_config={"tau": 1e-3}`. The binary KL is
+    `loss_fn=losses.dppo_kl`. The distance is to the generator as long as log-probabilities are not recomputed.
+    """
+    preset = AlgorithmConfig(
+        advantage_fn=advantages.group_centered,
+        loss_fn=losses.dppo_tv,
+        loss_config={"delta_low": 0.2, "delta_high": 0.2},
+        reduction=reductions.token_mean,
+    )
+    return _changed("dppo", preset, changes)
 
 
 def rloo(**changes: Any) -> AlgorithmConfig:

@@ -130,6 +130,47 @@ def sapo(sequences, tau_pos=1.0, tau_neg=1.05):
     )
 
 
+def total_variation(policy, old):
+    return abs(math.exp(policy) - math.exp(old))
+
+
+def binary_kl(policy, old):
+    """KL of "the sampled token or another" under the old policy to the same under the policy."""
+    rest_old, rest = (max(0.0, -math.expm1(logprob)) for logprob in (old, policy))
+    of_rest = 0.0 if not rest_old else math.inf if not rest else rest_old * math.log(rest_old / rest)
+    return math.exp(old) * (old - policy) + of_rest
+
+
+def dppo_kept(policy, old, advantage, divergence, delta_low, delta_high):
+    """Equation 12 of the paper: a token that moved the way its advantage pushes it, and too far, does not count."""
+    if advantage > 0 and policy > old:
+        return divergence(policy, old) <= delta_high
+    if advantage < 0 and policy < old:
+        return divergence(policy, old) <= delta_low
+    return True
+
+
+def dppo(sequences, divergence, delta_low, delta_high, cap, tau):
+    """(-sum of weight x kept x min(ratio, cap) x A, plus tau x log-ratio^2; its gradient by the log-probabilities)."""
+    terms, gradients = [], []
+    for s in sequences:
+        rows = zip(s["weight"], s["policy"], s["old"], s["advantage"], s["mask"])
+        for weight, policy, old, advantage, mask in rows:
+            kept = dppo_kept(policy, old, advantage, divergence, delta_low, delta_high) if mask else False
+            surrogate = kept * min(math.exp(policy - old), cap) * advantage if mask else 0.0
+            terms.append(-weight * surrogate + (weight * tau * (policy - old) ** 2 if mask else 0.0))
+            gradients.append(-weight * surrogate + (weight * tau * 2 * (policy - old) if mask else 0.0))
+    return math.fsum(terms), gradients
+
+
+def dppo_tv(sequences, delta_low=0.2, delta_high=0.2, cap=math.inf, tau=0.0):
+    return dppo(sequences, total_variation, delta_low, delta_high, cap, tau)[0]
+
+
+def dppo_kl(sequences, delta_low=0.05, delta_high=0.05, cap=math.inf, tau=0.0):
+    return dppo(sequences, binary_kl, delta_low, delta_high, cap, tau)[0]
+
+
 def gmpo_ratio(sequence, log_clip_low, log_clip_high):
     """(s, which tokens have a clipped log-ratio): s = exp(1 / |o| sum of log-ratios, held on the side that pays)."""
     total, clipped = 0.0, []

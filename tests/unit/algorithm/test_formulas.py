@@ -22,6 +22,8 @@ LOSSES = {
     "gspo": {"clip_low": 0.3, "clip_high": 0.4},
     "sapo": {},
     "gmpo": {},
+    "dppo_tv": {},
+    "dppo_kl": {"tau": 1e-3},
 }
 CASES = [
     *LOSSES.items(),
@@ -30,6 +32,8 @@ CASES = [
     ("gspo", {}),
     ("cispo", {"clip_low": 0.5, "clip_high": 0.28}),
     ("sapo", {"tau_pos": 0.5, "tau_neg": 3.0}),
+    ("dppo_tv", {"delta_low": 0.01, "delta_high": 0.3, "cap": 3.0, "tau": 1e-3}),
+    ("dppo_kl", {"delta_low": 0.01, "delta_high": 0.3, "cap": 3.0}),
     ("gmpo", {"log_clip_low": 0.1, "log_clip_high": 2.0}),
     ("gmpo", {"log_clip_low": math.inf, "log_clip_high": math.inf}),
 ]
@@ -410,6 +414,10 @@ def test_a_dual_clip_bounds_what_a_negative_advantage_costs(ratio, advantage, ob
         (partial(losses.dro, beta=0.0), "beta=0.0: must be positive"),
         (partial(losses.sapo, tau_pos=0.0), "tau_pos=0.0: must be positive and finite"),
         (partial(losses.sapo, tau_neg=math.inf), "tau_neg=inf: must be positive and finite"),
+        (partial(losses.dppo_tv, delta_low=-0.1), "delta_low=-0.1: must not be negative"),
+        (partial(losses.dppo_kl, delta_high=math.nan), "delta_high=nan: must not be negative"),
+        (partial(losses.dppo_tv, cap=1.0), "cap=1.0: must be above 1"),
+        (partial(losses.dppo_kl, tau=-1.0), "tau=-1.0: must be finite and not negative"),
         (partial(losses.gmpo, log_clip_low=-0.1), "log_clip_low=-0.1: must not be negative"),
         (partial(losses.gmpo, log_clip_high=math.nan), "log_clip_high=nan: must not be negative"),
         (partial(losses.value_loss, clip=0.0), "clip=0.0: must be positive"),

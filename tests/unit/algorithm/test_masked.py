@@ -16,7 +16,7 @@ GARBAGE = [-math.inf, math.inf, math.nan, 1e30, -1e30]
 OUTPUTS = ["policy_logprobs", "entropy", "teacher_kl", "predicted_values"]
 COLUMNS = ["advantages", "sampling_logprobs", "old_logprobs", "reference_logprobs", "values", "returns"]
 POLICY_LOSSES = [losses.importance_sampling, losses.ppo, losses.gspo, losses.cispo, losses.dro]
-POLICY_LOSSES += [losses.sapo, losses.gmpo]
+POLICY_LOSSES += [losses.sapo, losses.gmpo, losses.dppo_tv, losses.dppo_kl]
 CORRECTIONS = [getattr(corrections, name) for name in corrections.__all__]
 
 

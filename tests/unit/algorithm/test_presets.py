@@ -29,6 +29,7 @@ PRESETS = {  # name: (config, role that the run brings)
     "dr_grpo": (presets.dr_grpo(length=12), ""),
     "gspo": (presets.gspo(), ""),
     "cispo": (presets.cispo(), ""),
+    "dppo": (presets.dppo(), ""),
     "sapo": (presets.sapo(), ""),
     "gmpo": (presets.gmpo(), ""),
     "rloo": (presets.rloo(), ""),
@@ -59,6 +60,13 @@ def test_a_preset_is_accepted_on_the_quickstarts_task(name):
         ("dapo", advantages.grpo, losses.ppo, {"clip_low": 0.2, "clip_high": 0.28}, reductions.token_mean),
         ("gspo", advantages.grpo, losses.gspo, {"clip_low": 3e-4, "clip_high": 4e-4}, reductions.sequence_mean),
         ("cispo", advantages.grpo, losses.cispo, {"clip_low": 1.0, "clip_high": 4.0}, reductions.token_mean),
+        (
+            "dppo",
+            advantages.group_centered,
+            losses.dppo_tv,
+            {"delta_low": 0.2, "delta_high": 0.2},
+            reductions.token_mean,
+        ),
         ("sapo", advantages.grpo, losses.sapo, {"tau_pos": 1.0, "tau_neg": 1.05}, reductions.sequence_mean),
         ("gmpo", advantages.grpo, losses.gmpo, {"log_clip_low": 0.4, "log_clip_high": 0.4}, reductions.sequence_mean),
         (
