@@ -34,6 +34,7 @@ __all__ = [
     "LOG_RATIO_LIMIT",
     "cispo",
     "cross_entropy",
+    "datum_means",
     "datum_sums",
     "dppo_kl",
     "dppo_tv",
@@ -101,7 +102,7 @@ def gspo(
     """
     check_clip(clip_low, clip_high)
     log_ratio_T = masked_difference(inputs, inputs.policy_logprobs.detach(), old_logprobs(inputs))
-    mean_T = _datum_means(inputs, log_ratio_T)[inputs.datum]
+    mean_T = datum_means(inputs, log_ratio_T)[inputs.datum]
     own_T = masked_difference(inputs, inputs.policy_logprobs, inputs.policy_logprobs.detach())
     return clipped_surrogate(inputs, _clamped_exp(mean_T + own_T), clip_low, clip_high)
 
@@ -127,7 +128,7 @@ def gmpo(
     clipped_T = torch.where(
         inputs.advantages > 0, log_ratio_T.clamp(max=log_clip_high), log_ratio_T.clamp(min=-log_clip_low)
     )
-    mean_T = _datum_means(inputs, clipped_T.detach())[inputs.datum]
+    mean_T = datum_means(inputs, clipped_T.detach())[inputs.datum]
     ratio_T = _clamped_exp(mean_T + (clipped_T - clipped_T.detach()))
     was_clipped_T = (clipped_T != log_ratio_T) & (inputs.loss_mask > 0)
     loss = -masked_sum(inputs, inputs.token_weights * ratio_T * inputs.advantages)
@@ -186,6 +187,12 @@ def datum_sums(inputs: LossInputs, values_T: torch.Tensor) -> torch.Tensor:
     return values_T.new_zeros(inputs.num_datums).index_add(0, inputs.datum, values_T)
 
 
+def datum_means(inputs: LossInputs, values_T: torch.Tensor) -> torch.Tensor:
+    """Mean over each datum's trained tokens of values that are 0 at masked tokens, (num_datums,); 0 without any."""
+    lengths_B = datum_sums(inputs, (inputs.loss_mask > 0).to(values_T.dtype)).clamp(min=1.0)
+    return datum_sums(inputs, values_T) / lengths_B
+
+
 def trained_before(inputs: LossInputs) -> torch.Tensor:
     """How many trained tokens of its datum stand before each token, int64 (T,).
 
@@ -195,12 +202,6 @@ def trained_before(inputs: LossInputs) -> torch.Tensor:
     before_T = mask_T.cumsum(0) - mask_T
     per_datum = mask_T.new_zeros(inputs.num_datums).index_add(0, inputs.datum, mask_T)
     return before_T - (per_datum.cumsum(0) - per_datum)[inputs.datum]
-
-
-def _datum_means(inputs: LossInputs, values_T: torch.Tensor) -> torch.Tensor:
-    """Mean over each datum's trained tokens of values that are 0 at masked tokens, (num_datums,); 0 without any."""
-    lengths_B = datum_sums(inputs, (inputs.loss_mask > 0).to(values_T.dtype)).clamp(min=1.0)
-    return datum_sums(inputs, values_T) / lengths_B
 
 
 def _clamped_exp(log_ratio: torch.Tensor) -> torch.Tensor:

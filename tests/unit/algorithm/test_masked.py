@@ -1,6 +1,7 @@
 """What lies where the loss mask is 0 reaches neither a sum nor a gradient; elsewhere not a bit has changed by it."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,7 +18,9 @@ OUTPUTS = ["policy_logprobs", "entropy", "teacher_kl", "predicted_values"]
 COLUMNS = ["advantages", "sampling_logprobs", "old_logprobs", "reference_logprobs", "values", "returns"]
 POLICY_LOSSES = [losses.importance_sampling, losses.ppo, losses.gspo, losses.cispo, losses.dro]
 POLICY_LOSSES += [losses.sapo, losses.gmpo, losses.dppo_tv, losses.dppo_kl]
-CORRECTIONS = [getattr(corrections, name) for name in corrections.__all__]
+CORRECTIONS = [getattr(corrections, name) for name in corrections.__all__ if name not in ("both", "opsm")]
+CORRECTIONS += [partial(corrections.opsm, delta=0.01)]
+CORRECTIONS += [partial(corrections.both, first=corrections.truncated_token, second=corrections.reject_geometric)]
 
 
 def random_inputs(seed, *, masked=None, dtype=torch.float32):
@@ -73,7 +76,7 @@ def test_garbage_under_the_mask_changes_no_bit_of_a_loss(loss_fn, garbage):
 
 
 @pytest.mark.parametrize("garbage", GARBAGE)
-@pytest.mark.parametrize("correction_fn", CORRECTIONS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("correction_fn", CORRECTIONS, ids=lambda f: getattr(f, "func", f).__name__)
 @pytest.mark.parametrize("loss_fn", [losses.cross_entropy, *POLICY_LOSSES], ids=lambda f: f.__name__)
 def test_garbage_under_the_mask_changes_no_bit_of_an_objective(loss_fn, correction_fn, garbage):
     objective = policy_objective(

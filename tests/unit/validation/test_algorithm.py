@@ -60,7 +60,22 @@ def refused(**config):
         *(
             {"correction_fn": getattr(corrections, name), "recompute_logprobs_per_minibatch": True}
             for name in corrections.__all__
+            if name not in ("both", "opsm")
         ),
+        {"correction_fn": corrections.opsm, "correction_config": {"delta": 0.1}},
+        {
+            "correction_fn": functools.partial(
+                corrections.both,
+                first=corrections.truncated_token,
+                second=functools.partial(corrections.opsm, delta=0.1),
+            ),
+            "recompute_logprobs_per_batch": True,
+        },
+        {
+            "correction_fn": corrections.reject_outlier,
+            "recompute_logprobs_per_batch": True,
+            "correction_denominator": "kept",
+        },
         {"correction_fn": corrections.truncated_token, "recompute_logprobs_per_batch": True},
         {
             "correction_fn": corrections.masked_sequence,
@@ -307,6 +322,45 @@ def test_a_reduction_that_is_not_one(reduction, message):
             {"correction_fn": corrections.masked_token},
             "are against the generator already, nothing is left to correct; set "
             "algorithm.recompute_logprobs_per_batch=True",
+        ),
+        (
+            {
+                "correction_fn": functools.partial(
+                    corrections.both, first=corrections.reject_token, second=corrections.reject_outlier
+                )
+            },
+            "are against the generator already, nothing is left to correct",
+        ),
+        (
+            {"correction_fn": corrections.opsm},
+            "raised TypeError: opsm() missing 1 required keyword-only argument: 'delta'",
+        ),
+        (
+            {"correction_fn": corrections.opsm, "correction_config": {"delta": -1.0}},
+            "algorithm.correction_config.delta=-1.0: must be finite and not negative",
+        ),
+        (
+            {"correction_fn": corrections.opsm, "correction_config": {"delta": 0.1}, "correction_denominator": "kept"},
+            "algorithm.correction_denominator='kept': opsm compares with the policy of each step",
+        ),
+        (
+            {
+                "correction_fn": corrections.reject_geometric,
+                "correction_config": {"low": 1.01},
+                "recompute_logprobs_per_batch": True,
+            },
+            "algorithm.correction_config.low=1.01: the bounds 1.01 and 1.01 of a weight cross",
+        ),
+        (
+            {
+                "correction_fn": functools.partial(
+                    corrections.both,
+                    first=corrections.truncated_token,
+                    second=functools.partial(corrections.reject_outlier, low=2.0),
+                ),
+                "recompute_logprobs_per_batch": True,
+            },
+            "low=2.0: a weight of 1, where trainer and generator agree, is outside [2, 100]",
         ),
         (
             {"correction_denominator": "kept"},
