@@ -94,10 +94,11 @@ def _check_terms(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
                 f"algorithm.kl_coef={algorithm.kl_coef}: there is no reference to measure the KL to; set "
                 "roles.reference or use 0"
             )
-        if algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
+        if algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1" and not algorithm.kl_ratio_weighted:
             raise ValueError(
                 "algorithm.kl_estimator='k1': its gradient as a loss has mean 0, so it would not hold the "
-                "policy; use 'k2' (the gradient of the KL), 'k3', or algorithm.kl_in='reward'"
+                "policy; use 'k2' (the gradient of the KL), 'k3', algorithm.kl_in='reward', or "
+                "algorithm.kl_ratio_weighted=True"
             )
         if algorithm.kl_in == "reward" and algorithm.kl_estimator != "k1":
             raise ValueError(
@@ -105,6 +106,8 @@ def _check_terms(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
                 "the KL, and near the reference it can point away from it; use 'k1' with "
                 "algorithm.kl_in='reward', or 'loss'"
             )
+    if algorithm.kl_ratio_weighted:
+        _check_weighted_kl(algorithm)
     _check_correction(algorithm, _columns(algorithm, roles))
     if roles.critic is None:
         for name, default in (("critic_loss_config", {}), ("gae_gamma", 1.0), ("gae_lambda", 1.0)):
@@ -116,6 +119,22 @@ def _check_terms(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
     if algorithm.on_rollout_failure == "retry" and not algorithm.rollout_retries:
         raise ValueError(
             "algorithm.rollout_retries=0: retries nothing; use 1 or more, or on_rollout_failure='drop_group'"
+        )
+
+
+def _check_weighted_kl(algorithm: AlgorithmConfig) -> None:
+    where = "algorithm.kl_ratio_weighted=True"
+    if not algorithm.kl_coef:
+        raise ValueError(f"{where}: there is no KL to weigh; set algorithm.kl_coef, or use False")
+    if algorithm.kl_in == "reward":
+        raise ValueError(
+            f"{where}: a KL in the reward is a part of the advantage, which the loss's own ratio multiplies; use "
+            "False, or algorithm.kl_in='loss'"
+        )
+    if algorithm.kl_estimator == "k2":
+        raise ValueError(
+            f"{where}: the mean of algorithm.kl_estimator='k2' is not the KL, so weighed by the ratio its gradient is "
+            "not that of the KL; use 'k3' or 'k1', or False"
         )
 
 

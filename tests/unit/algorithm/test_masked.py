@@ -86,6 +86,12 @@ def test_garbage_under_the_mask_changes_no_bit_of_an_objective(loss_fn, correcti
 
 
 @pytest.mark.parametrize("garbage", GARBAGE)
+def test_garbage_under_the_mask_changes_no_bit_of_a_weighted_kl(garbage):
+    objective = policy_objective(AlgorithmConfig(loss_fn=losses.ppo, kl_coef=0.1, kl_ratio_weighted=True))
+    same(answer(objective, random_inputs(4, masked=garbage)), answer(objective, random_inputs(4)))
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
 def test_a_clipped_value_loss_reads_no_masked_token(garbage):
     def clipped(inputs):
         return losses.value_loss(inputs, clip=0.2)

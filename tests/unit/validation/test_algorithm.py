@@ -56,6 +56,8 @@ def refused(**config):
             "gae_lambda": 0.95,
         },
         {"kl_coef": 0.1, "roles": ("reference",)},
+        {"kl_coef": 0.1, "kl_ratio_weighted": True, "roles": ("reference",)},
+        {"kl_coef": 0.1, "kl_ratio_weighted": True, "kl_estimator": "k1", "roles": ("reference",)},
         {"kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1", "roles": ("reference",)},
         *(
             {"correction_fn": getattr(corrections, name), "recompute_logprobs_per_minibatch": True}
@@ -307,6 +309,24 @@ def test_a_reduction_that_is_not_one(reduction, message):
         (
             {"kl_coef": 0.1, "kl_in": "reward", "roles": ("reference",)},
             "algorithm.kl_estimator='k3': as a reward its policy gradient is not that of the KL",
+        ),
+        (
+            {"kl_ratio_weighted": True},
+            "algorithm.kl_ratio_weighted=True: there is no KL to weigh; set algorithm.kl_coef, or use False",
+        ),
+        (
+            {
+                "kl_coef": 0.1,
+                "kl_ratio_weighted": True,
+                "kl_in": "reward",
+                "kl_estimator": "k1",
+                "roles": ("reference",),
+            },
+            "algorithm.kl_ratio_weighted=True: a KL in the reward is a part of the advantage",
+        ),
+        (
+            {"kl_coef": 0.1, "kl_ratio_weighted": True, "kl_estimator": "k2", "roles": ("reference",)},
+            "algorithm.kl_ratio_weighted=True: the mean of algorithm.kl_estimator='k2' is not the KL",
         ),
         (
             {
