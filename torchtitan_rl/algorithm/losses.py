@@ -52,6 +52,7 @@ __all__ = [
     "sapo",
     "trained_before",
     "value_loss",
+    "vespo",
 ]
 
 
@@ -133,6 +134,32 @@ def gmpo(
     was_clipped_T = (clipped_T != log_ratio_T) & (inputs.loss_mask > 0)
     loss = -masked_sum(inputs, inputs.token_weights * ratio_T * inputs.advantages)
     return loss, {"policy/clip_frac": was_clipped_T.sum()}
+
+
+def vespo(
+    inputs: LossInputs, *, k_pos: float = 2.0, lambda_pos: float = 3.0, k_neg: float = 3.0, lambda_neg: float = 2.0
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Policy gradient with a smooth function of the sequence's whole ratio as a constant factor (Shen et al.,
+    arXiv:2602.10693, VESPO).
+
+    -sum w x stop_gradient(phi(W)) x A x logp with W the product of the ratios of the datum's trained tokens and phi(W)
+    = W^k x exp(lambda x (1 - W)): 1 at W = 1, and near 0 for sequences that the policy says far less or far more often
+    than the old policy. `k_pos` and `lambda_pos` are for tokens with A >= 0, the others for A < 0. The product is not
+    normalised by the length. Its logarithm is held within +-20, phi's at most at 20. The defaults are those of the
+    authors' code (github.com/FloyedShen/VESPO) and of TRL.
+    """
+    for name, value in (("k_pos", k_pos), ("k_neg", k_neg)):
+        if not 0 <= value < float("inf"):
+            raise ValueError(f"{name}={value}: must be finite and not negative, it is the power of a ratio; use 2")
+    for name, value in (("lambda_pos", lambda_pos), ("lambda_neg", lambda_neg)):
+        if not 0 < value < float("inf"):
+            raise ValueError(f"{name}={value}: must be positive and finite, it is what bounds the factor; use 3")
+    log_weight_B = datum_sums(inputs, log_ratio(inputs).detach()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    log_weight_T, negative_T = log_weight_B[inputs.datum], inputs.advantages < 0
+    k_T = torch.full_like(log_weight_T, k_pos).masked_fill(negative_T, k_neg)
+    lambda_T = torch.full_like(log_weight_T, lambda_pos).masked_fill(negative_T, lambda_neg)
+    factor_T = (k_T * log_weight_T - lambda_T * torch.expm1(log_weight_T)).clamp(max=LOG_RATIO_LIMIT).exp()
+    return -masked_sum(inputs, inputs.token_weights * factor_T * inputs.advantages * _trained_logprobs(inputs)), {}
 
 
 def cispo(

@@ -42,6 +42,7 @@ __all__ = [
     "rloo",
     "sapo",
     "self_distill",
+    "vespo",
 ]
 
 
@@ -165,6 +166,21 @@ def dppo(**changes: Any) -> AlgorithmConfig:
         reduction=reductions.token_mean,
     )
     return _changed("dppo", preset, changes)
+
+
+def vespo(**changes: Any) -> AlgorithmConfig:
+    """VESPO (arXiv:2602.10693): GRPO's advantages, each sequence weighed by a smooth function of its whole ratio.
+
+    The numbers are those of the authors' runs. The ratio is to the generator as long as log-probabilities are not
+    recomputed, so nothing else need correct for older policies.
+    """
+    preset = AlgorithmConfig(
+        advantage_fn=advantages.grpo,
+        loss_fn=losses.vespo,
+        loss_config={"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0},
+        reduction=reductions.token_mean,
+    )
+    return _changed("vespo", preset, changes)
 
 
 def rloo(**changes: Any) -> AlgorithmConfig:

@@ -193,6 +193,34 @@ def gmpo(sequences, log_clip_low=0.4, log_clip_high=0.4):
     )
 
 
+def vespo_factor(sequence, advantage, k_pos, lambda_pos, k_neg, lambda_neg):
+    """phi(W) = W^k exp(lambda (1 - W)), with W the product of the sequence's ratios."""
+    rows = zip(sequence["policy"], sequence["old"], sequence["mask"])
+    log_weight = math.fsum(policy - old for policy, old, mask in rows if mask)
+    k, lam = (k_pos, lambda_pos) if advantage >= 0 else (k_neg, lambda_neg)
+    return math.exp(max(k * log_weight + lam * (1 - math.exp(log_weight)), -700.0))
+
+
+def vespo_gradient(sequences, k_pos=2.0, lambda_pos=3.0, k_neg=3.0, lambda_neg=2.0):
+    """-weight x phi(W) x A at trained tokens; the factor has no gradient."""
+    return [
+        [
+            -w * vespo_factor(s, a, k_pos, lambda_pos, k_neg, lambda_neg) * a if m else 0.0
+            for w, a, m in zip(s["weight"], s["advantage"], s["mask"])
+        ]
+        for s in sequences
+    ]
+
+
+def vespo(sequences, **config):
+    """-sum of weight x phi(W) x A x log pi."""
+    return math.fsum(
+        g * logprob
+        for s, gradient in zip(sequences, vespo_gradient(sequences, **config))
+        for g, logprob in zip(gradient, s["policy"])
+    )
+
+
 # Gradients of losses by the policy's log-probabilities: a list of numbers per sequence.
 
 

@@ -37,7 +37,7 @@ CASES = [
     ("gmpo", {"log_clip_low": 0.1, "log_clip_high": 2.0}),
     ("gmpo", {"log_clip_low": math.inf, "log_clip_high": math.inf}),
 ]
-SAMPLED = [name for name in LOSSES if name != "cross_entropy"]
+SAMPLED = [*(name for name in LOSSES if name != "cross_entropy"), "vespo"]
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 ragged = st.lists(st.lists(st.booleans(), min_size=1, max_size=6), min_size=1, max_size=5)
@@ -414,6 +414,8 @@ def test_a_dual_clip_bounds_what_a_negative_advantage_costs(ratio, advantage, ob
         (partial(losses.dro, beta=0.0), "beta=0.0: must be positive"),
         (partial(losses.sapo, tau_pos=0.0), "tau_pos=0.0: must be positive and finite"),
         (partial(losses.sapo, tau_neg=math.inf), "tau_neg=inf: must be positive and finite"),
+        (partial(losses.vespo, k_pos=-1.0), "k_pos=-1.0: must be finite and not negative"),
+        (partial(losses.vespo, lambda_neg=0.0), "lambda_neg=0.0: must be positive and finite"),
         (partial(losses.dppo_tv, delta_low=-0.1), "delta_low=-0.1: must not be negative"),
         (partial(losses.dppo_kl, delta_high=math.nan), "delta_high=nan: must not be negative"),
         (partial(losses.dppo_tv, cap=1.0), "cap=1.0: must be above 1"),

@@ -18,6 +18,7 @@ LOSSES = [
     losses.gmpo,
     partial(losses.dppo_tv, delta_low=0.05, delta_high=0.05, tau=1e-3),
     partial(losses.dppo_kl, delta_low=0.01, delta_high=0.01),
+    losses.vespo,
 ]
 MASKS = [[1, 1, 0, 1, 1], [1, 1, 1], [0, 0], [0, 1, 1, 1, 0, 1], [1], [1, 1, 0, 0, 1, 1, 1]]
 

@@ -1,4 +1,4 @@
-"""GMPO: values and gradients by hand, against reference.py, and against what verl and TRL compute."""
+"""GMPO and VESPO: values and gradients by hand, against reference.py, and against what other projects compute."""
 
 import math
 
@@ -96,3 +96,66 @@ def test_gmpo_is_that_of_verl_and_trl(seed, bounds, theirs):
         sequence["advantage"] = [sequence["advantage"][0]] * len(sequence["mask"])
     loss, _ = losses.gmpo(packed(sequences, torch.float64), log_clip_low=bounds[0], log_clip_high=bounds[1])
     assert loss.item() == pytest.approx(theirs(*padded(sequences), *bounds), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("log_ratios", "advantage", "factor"),
+    [
+        ([0.3, -0.3], 1.0, 1.0),  # the product is 1
+        ([math.log(2), 0.0], 1.0, 4 * math.exp(-3)),
+        ([math.log(2), 0.0], -1.0, 8 * math.exp(-2)),
+        ([-math.log(2), -math.log(2)], 1.0, math.exp(3 * 0.75) / 16),
+        ([-math.log(2), -math.log(2)], -1.0, math.exp(2 * 0.75) / 64),
+        ([math.log(2), 0.0], 0.0, 4 * math.exp(-3)),
+    ],
+)
+def test_the_factor_of_vespo(log_ratios, advantage, factor):
+    inputs = packed([rows_of(log_ratios, [advantage] * 2, 0.25)], torch.float64)
+    loss, metrics = losses.vespo(inputs)
+    logprobs = sum(-2.0 + x for x in log_ratios)
+    assert loss.item() == pytest.approx(-0.25 * factor * advantage * logprobs, rel=1e-12) and metrics == {}
+    expected = [0.0] + [-0.25 * factor * advantage] * 2
+    assert gradient(losses.vespo, inputs).tolist() == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_factor_of_vespo_follows_the_sign_of_each_token():
+    inputs = packed([rows_of([math.log(2), 0.0], [1.0, -1.0], 0.25)], torch.float64)
+    expected = [0.0, -0.25 * 4 * math.exp(-3), 0.25 * 8 * math.exp(-2)]
+    assert gradient(losses.vespo, inputs).tolist() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("config", [{}, {"k_pos": 1.0, "lambda_pos": 0.5, "k_neg": 0.0, "lambda_neg": 4.0}])
+@over_ragged_batches
+def test_vespo(config, dtype, ragged, seed, spread):
+    """Within the tolerance of the loss without its factor, which is at most 1.5 here: far away it underflows."""
+    sequences = batch(ragged, seed, spread, dtype)
+    inputs = packed(sequences, dtype)
+    loss, _ = losses.vespo(inputs, **config)
+    sizes_T = (inputs.token_weights * inputs.advantages).abs().detach().double()
+    largest = (sizes_T * inputs.policy_logprobs.detach().double().abs()).sum().item()
+    assert abs(loss.item() - reference.vespo(sequences, **config)) <= TOLERANCE[dtype] * 1.5 * largest
+    expected = [x for row in reference.vespo_gradient(sequences, **config) for x in row]
+    (gradient_T,) = torch.autograd.grad(loss, inputs.policy_logprobs)
+    difference_T = (gradient_T.double() - torch.tensor(expected, dtype=torch.float64)).abs()
+    assert (difference_T <= TOLERANCE[dtype] * 1.5 * sizes_T).all()
+
+
+def vespo_of_trl(policy, old, advantages, mask, k_pos=2.0, lambda_pos=3.0, k_neg=3.0, lambda_neg=2.0):
+    """TRL 1.16.0, trl/trainer/grpo_trainer.py, `get_gamma_weights` and `loss_type="vespo"` without a vLLM correction,
+    averaged over tokens: (loss, the factor of each sequence). The authors' code
+    (FloyedShen/VESPO, recipe/vespo/code/core_algos.py) holds the product's logarithm at -20, not log(1e-8)."""
+    log_weight = np.clip((np.clip(policy - old, -20, 20) * mask).sum(1, keepdims=True), np.log(1e-8), 20)
+    k, lam = np.where(advantages >= 0, k_pos, k_neg), np.where(advantages >= 0, lambda_pos, lambda_neg)
+    factor = np.exp(lam + k * log_weight - lam * np.exp(log_weight))
+    return (-factor * advantages * policy * mask).sum() / mask.sum()
+
+
+@pytest.mark.parametrize("config", [{}, {"k_pos": 1.0, "lambda_pos": 2.0, "k_neg": 2.5, "lambda_neg": 1.5}])
+@pytest.mark.parametrize("seed", range(4))
+def test_vespo_is_that_of_trl(seed, config):
+    sequences = batch([[1, 1, 0, 1], [1], [0, 1, 1, 1, 1], [1, 1]], seed, 0.5, torch.float64)
+    total = sum(sum(s["mask"]) for s in sequences)
+    sequences = [{**s, "weight": [m / total for m in s["mask"]]} for s in sequences]
+    loss, _ = losses.vespo(packed(sequences, torch.float64), **config)
+    assert loss.item() == pytest.approx(vespo_of_trl(*padded(sequences), **config), rel=1e-12)

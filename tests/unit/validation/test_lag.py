@@ -37,6 +37,7 @@ def reinforce(inputs):
         presets.rloo(),
         presets.sapo(),
         presets.gmpo(),
+        presets.vespo(),
         presets.dppo(correction_fn=corrections.opsm, correction_config={"delta": 0.1}),
         presets.grpo(loss_fn=losses.dro, loss_config={"beta": 0.1}),
         presets.grpo(loss_fn=reinforce, recompute_logprobs_per_batch=True, correction_fn=corrections.truncated_token),
