@@ -142,7 +142,7 @@ def binary_kl(policy, old):
 
 
 def dppo_kept(policy, old, advantage, divergence, delta_low, delta_high):
-    """Equation 12 of the paper: a token that moved the way its advantage pushes it, and too far, does not count."""
+    """DPPO: a token that moved the way its advantage pushes it, and too far, does not count."""
     if advantage > 0 and policy > old:
         return divergence(policy, old) <= delta_high
     if advantage < 0 and policy < old:
@@ -236,7 +236,7 @@ def token_gradient(sequences, slope):
 
 
 def sapo_gradient(sequences, tau_pos=1.0, tau_neg=1.05):
-    """Equation 8 of the paper: 4 p (1 - p) r A with p = sigmoid(tau (r - 1))."""
+    """4 p (1 - p) r A with p = sigmoid(tau (r - 1))."""
 
     def slope(ratio, advantage):
         tau = tau_pos if advantage > 0 else tau_neg
