@@ -159,3 +159,17 @@ def test_vespo_is_that_of_trl(seed, config):
     sequences = [{**s, "weight": [m / total for m in s["mask"]]} for s in sequences]
     loss, _ = losses.vespo(packed(sequences, torch.float64), **config)
     assert loss.item() == pytest.approx(vespo_of_trl(*padded(sequences), **config), rel=1e-12)
+
+
+def test_the_gradient_of_vespo_by_finite_differences():
+    """At W = k / lambda the factor has its maximum, so that finite differences see what the stopped gradient leaves."""
+    positive, negative = math.log(2 / 3), math.log(3 / 2)
+    rows = [rows_of([positive + 0.2, -0.2], [1.5] * 2, 0.25), rows_of([negative - 0.1, 0.3, -0.2], [-0.5] * 3, 0.125)]
+    fixed = packed(rows, torch.float64)
+
+    def loss(policy_logprobs, weights, advantages):
+        fixed.policy_logprobs = policy_logprobs
+        fixed.tensors |= {"token_weights": weights, "advantages": advantages}
+        return losses.vespo(fixed)[0]
+
+    assert torch.autograd.gradcheck(loss, [fixed.policy_logprobs, fixed.token_weights, fixed.advantages])

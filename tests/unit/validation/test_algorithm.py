@@ -226,6 +226,12 @@ def test_a_critics_loss_is_probed_too():
         (losses.ppo, {"clip_low": -0.5, "clip_high": 0.2}, "algorithm.loss_config.clip_low=-0.5: the bounds"),
         (losses.ppo, {"dual_clip": 0.9}, "algorithm.loss_config.dual_clip=0.9: must be above 1"),
         (losses.dro, {"beta": math.inf}, "algorithm.loss_config.beta=inf: must be positive"),
+        (losses.sapo, {"tau_neg": 0.0}, "algorithm.loss_config.tau_neg=0.0: must be positive and finite"),
+        (losses.gmpo, {"log_clip_high": -0.4}, "algorithm.loss_config.log_clip_high=-0.4: must not be negative"),
+        (losses.gmpo, {"clip_high": 0.4}, "gmpo has no such argument; did you mean log_clip_high?"),
+        (losses.dppo_tv, {"delta_high": -0.2}, "algorithm.loss_config.delta_high=-0.2: must not be negative"),
+        (losses.dppo_kl, {"cap": 0.5}, "algorithm.loss_config.cap=0.5: must be above 1"),
+        (losses.vespo, {"lambda_pos": 0.0}, "algorithm.loss_config.lambda_pos=0.0: must be positive and finite"),
     ],
 )
 def test_arguments_of_a_loss(loss_fn, config, message):
