@@ -109,7 +109,7 @@ def opsm(inputs: LossInputs, *, delta: float) -> tuple[torch.Tensor, dict[str, t
     further. The policy is the one that is trained, now, so this needs no recomputed log-probabilities; its mask changes
     from step to step, so it cannot have `correction_denominator="kept"`.
 
-    The paper does not print its delta. slime's default is 1e-4, TRL gives 0.5 as an example.
+    `delta` has no default: slime's is 1e-4, and TRL gives 0.5 as an example.
     """
     if not 0 <= delta < float("inf"):
         raise ValueError(f"delta={delta}: must be finite and not negative, it is a mean log-ratio in nats; use 0.1")
