@@ -10,16 +10,23 @@ Truncated factors are min(rho, cap) (Yao et al. 2025, "Your efficient RL framewo
 training"; Espeholt et al., arXiv:1802.01561). Masked factors are rho within [low, high] and 0 outside (IcePop, Ling
 Team, arXiv:2510.18855; per sequence Liu et al. 2025, "When speed kills stability"). Per sequence, rho is the product
 over the datum's trained tokens, and every token of the datum has the same factor.
+
+`reject_*` and `opsm` have factors 1 and 0: they leave out tokens or whole sequences and weigh nothing (rejection
+sampling in verl, masks in SkyRL). `both` multiplies two corrections, such as a truncated weight and a rejection.
+docs/off_policy.md says which is for what.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from torchtitan_rl.algorithm.losses import LOG_RATIO_LIMIT, datum_sums, masked_difference
+from torchtitan_rl.algorithm.losses import LOG_RATIO_LIMIT, datum_means, datum_sums, masked_difference
 from torchtitan_rl.types import LossInputs
 
-__all__ = ["masked_sequence", "masked_token", "truncated_sequence", "truncated_token"]
+__all__ = ["both", "masked_sequence", "masked_token", "opsm", "reject_geometric", "reject_outlier"]
+__all__ += ["reject_sequence", "reject_token", "truncated_sequence", "truncated_token"]
 
 
 def truncated_token(inputs: LossInputs, *, cap: float = 2.0) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -52,6 +59,75 @@ def masked_sequence(
     return _masked(inputs, _sequence_log_weights(inputs), low, high)
 
 
+def reject_token(
+    inputs: LossInputs, *, low: float = 0.5, high: float = 5.0
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The factor of token t is 1 where rho_t is within [low, high] and 0 outside: `masked_token` without the weight."""
+    return _rejected(inputs, _outside(_token_log_weights(inputs), low, high))
+
+
+def reject_sequence(
+    inputs: LossInputs, *, low: float = 0.5, high: float = 2.0
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The factor of a datum's tokens is 1 where prod rho_t is within [low, high] and 0 outside.
+
+    A product grows with the length: a long sequence of small differences is rejected. The bounds are SkyRL's
+    (`sequence_mask_metric="product"`).
+    """
+    return _rejected(inputs, _outside(_sequence_log_weights(inputs), low, high))
+
+
+def reject_geometric(
+    inputs: LossInputs, *, low: float = 0.99, high: float = 1.01
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The factor of a datum's tokens is 1 where the geometric mean of rho_t is within [low, high] and 0 outside.
+
+    The mean does not depend on the length. The bounds are SkyRL's (`sequence_mask_metric="geometric"`); verl's
+    `rollout_rs="seq_mean_k1"` bounds the reciprocal. Liu et al. 2025, "When speed kills stability".
+    """
+    return _rejected(inputs, _outside(datum_means(inputs, _token_log_weights(inputs))[inputs.datum], low, high))
+
+
+def reject_outlier(
+    inputs: LossInputs, *, low: float = 1e-4, high: float = 100.0
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The factor of a datum's tokens is 0 where rho_t of any of its trained tokens is outside [low, high], else 1.
+
+    One token that the trainer finds impossible rejects its sequence (a veto). The bounds are those that SkyRL suggests
+    for `outlier_token_is_threshold_low` and `_high`; verl's `rollout_rs="seq_max_k2"` with threshold u is the bounds
+    exp(-sqrt(2 u)) and exp(sqrt(2 u)).
+    """
+    outside_T = _outside(_token_log_weights(inputs), low, high) & (inputs.loss_mask > 0)
+    return _rejected(inputs, datum_sums(inputs, outside_T.to(inputs.loss_mask.dtype))[inputs.datum] > 0)
+
+
+def opsm(inputs: LossInputs, *, delta: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556, equation 9).
+
+    The factor of a token with A < 0 is 0 where the mean over its datum's trained tokens of log generator - log policy
+    is above `delta`, in nats; all other factors are 1. A sequence that the policy no longer says is not pushed down
+    further. The policy is the one that is trained, now, so this needs no recomputed log-probabilities; its mask changes
+    from step to step, so it cannot have `correction_denominator="kept"`.
+
+    `delta` has no default: slime's is 1e-4, and TRL gives 0.5 as an example.
+    """
+    if not 0 <= delta < float("inf"):
+        raise ValueError(f"delta={delta}: must be finite and not negative, it is a mean log-ratio in nats; use 0.1")
+    away_T = masked_difference(inputs, inputs.sampling_logprobs, inputs.policy_logprobs.detach())
+    far_T = datum_means(inputs, away_T)[inputs.datum] > delta
+    return _rejected(inputs, far_T & (inputs.advantages < 0))
+
+
+def both(inputs: LossInputs, *, first: Callable, second: Callable) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The product of two corrections' factors: `partial(both, first=truncated_token, second=reject_geometric)`.
+
+    Either may be a partial with arguments, or another `both`. `correction/changed_frac` counts tokens with factor 0.
+    """
+    (one_T, metrics), (other_T, other_metrics) = first(inputs), second(inputs)
+    factor_T = one_T * other_T
+    return factor_T, {**metrics, **other_metrics, **_with_metrics(inputs, factor_T, changed_T=factor_T == 0)[1]}
+
+
 def _token_log_weights(inputs: LossInputs) -> torch.Tensor:
     return masked_difference(inputs, inputs.old_logprobs, inputs.sampling_logprobs)
 
@@ -68,6 +144,16 @@ def _truncated(inputs: LossInputs, log_weights_T: torch.Tensor, cap: float):
 
 
 def _masked(inputs: LossInputs, log_weights_T: torch.Tensor, low: float, high: float):
+    outside_T = _outside(log_weights_T, low, high)
+    return _with_metrics(inputs, torch.where(outside_T, 0.0, _weights(log_weights_T)), changed_T=outside_T)
+
+
+def _rejected(inputs: LossInputs, outside_T: torch.Tensor):
+    return _with_metrics(inputs, (~outside_T).to(inputs.loss_mask.dtype), changed_T=outside_T)
+
+
+def _outside(log_weights_T: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    """Where a weight is outside [low, high], bool (T,)."""
     if not 0 <= low < high:
         raise ValueError(f"low={low}: the bounds {low:g} and {high:g} of a weight cross or are negative; use 0.5 and 5")
     if not (low <= 1 <= high):
@@ -76,8 +162,7 @@ def _masked(inputs: LossInputs, log_weights_T: torch.Tensor, low: float, high: f
             "and nothing would train; use bounds on either side of 1"
         )
     weights_T = _weights(log_weights_T)
-    outside_T = (weights_T < low) | (weights_T > high)
-    return _with_metrics(inputs, torch.where(outside_T, 0.0, weights_T), changed_T=outside_T)
+    return (weights_T < low) | (weights_T > high)
 
 
 def _weights(log_weights_T: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,9 @@ An unbiased value is not an unbiased gradient. As a reward an estimator k is hel
 E[k x grad log pi]. For k1 this expectation is the gradient of the KL. For k2 and k3 the expectation is another vector:
 d^2 / 2 and e^-d - 1 + d grow on both sides of d = 0, so a token less likely under the policy than under the reference
 is pushed down further. The config check refuses k2 and k3 as rewards.
+
+In the loss, weighed by the ratio (`kl_ratio_weighted`), the gradient is that of E_policy[k], written as E_old[ratio x
+k]: of the KL for k1 and k3, whose mean it is, and of something else for k2.
 """
 
 from __future__ import annotations

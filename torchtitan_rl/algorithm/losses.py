@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import torch
 
+from torchtitan_rl.algorithm.proximal import dppo_kl, dppo_tv, sapo
 from torchtitan_rl.algorithm.surrogate import (
     LOG_RATIO_LIMIT,
     check_clip,
@@ -33,8 +34,12 @@ __all__ = [
     "LOG_RATIO_LIMIT",
     "cispo",
     "cross_entropy",
+    "datum_means",
     "datum_sums",
+    "dppo_kl",
+    "dppo_tv",
     "dro",
+    "gmpo",
     "gspo",
     "importance_sampling",
     "kl_sum",
@@ -44,8 +49,10 @@ __all__ = [
     "ppo",
     "reverse_kl",
     "sampled_metrics",
+    "sapo",
     "trained_before",
     "value_loss",
+    "vespo",
 ]
 
 
@@ -96,10 +103,63 @@ def gspo(
     """
     check_clip(clip_low, clip_high)
     log_ratio_T = masked_difference(inputs, inputs.policy_logprobs.detach(), old_logprobs(inputs))
-    lengths_B = datum_sums(inputs, (inputs.loss_mask > 0).to(log_ratio_T.dtype)).clamp(min=1.0)
-    mean_B = datum_sums(inputs, log_ratio_T) / lengths_B
+    mean_T = datum_means(inputs, log_ratio_T)[inputs.datum]
     own_T = masked_difference(inputs, inputs.policy_logprobs, inputs.policy_logprobs.detach())
-    return clipped_surrogate(inputs, _clamped_exp(mean_B[inputs.datum] + own_T), clip_low, clip_high)
+    return clipped_surrogate(inputs, _clamped_exp(mean_T + own_T), clip_low, clip_high)
+
+
+def gmpo(
+    inputs: LossInputs, *, log_clip_low: float = 0.4, log_clip_high: float = 0.4
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Policy gradient with the geometric mean of a sequence's clipped ratios (Zhao et al., arXiv:2507.20673, GMPO).
+
+    -sum w x s x A with s = exp(mean over the sequence's trained tokens of the clipped log-ratio). Before the mean a
+    log-ratio is held from above at `log_clip_high` where A > 0, else from below at -`log_clip_low`. The bounds are in
+    nats, not distances from 1: the paper's 0.4 holds ratios within e^-0.4 and e^0.4.
+
+    Token t has the ratio sg[s] x pi_t / sg[pi_t] as in `gspo`, and without gradient where its log-ratio is clipped, so
+    advantages may differ within a sequence. Where advantages and weights are the same throughout a sequence, the
+    gradient is that of the paper's objective. A sequence is a datum; with the reduction `sequence_mean` the loss is the
+    paper's.
+    """
+    for name, bound in (("log_clip_low", log_clip_low), ("log_clip_high", log_clip_high)):
+        if not bound >= 0:
+            raise ValueError(f"{name}={bound}: must not be negative, it is a distance from a log-ratio of 0; use 0.4")
+    log_ratio_T = masked_difference(inputs, inputs.policy_logprobs, old_logprobs(inputs))
+    clipped_T = torch.where(
+        inputs.advantages > 0, log_ratio_T.clamp(max=log_clip_high), log_ratio_T.clamp(min=-log_clip_low)
+    )
+    mean_T = datum_means(inputs, clipped_T.detach())[inputs.datum]
+    ratio_T = _clamped_exp(mean_T + (clipped_T - clipped_T.detach()))
+    was_clipped_T = (clipped_T != log_ratio_T) & (inputs.loss_mask > 0)
+    loss = -masked_sum(inputs, inputs.token_weights * ratio_T * inputs.advantages)
+    return loss, {"policy/clip_frac": was_clipped_T.sum()}
+
+
+def vespo(
+    inputs: LossInputs, *, k_pos: float = 2.0, lambda_pos: float = 3.0, k_neg: float = 3.0, lambda_neg: float = 2.0
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Policy gradient with a smooth function of the sequence's whole ratio as a constant factor (Shen et al.,
+    arXiv:2602.10693, VESPO).
+
+    -sum w x stop_gradient(phi(W)) x A x logp with W the product of the ratios of the datum's trained tokens and phi(W)
+    = W^k x exp(lambda x (1 - W)): 1 at W = 1, and near 0 for sequences that the policy says far less or far more often
+    than the old policy. `k_pos` and `lambda_pos` are for tokens with A >= 0, the others for A < 0. The product is not
+    normalised by the length. Its logarithm is held within +-20, phi's at most at 20. The defaults are those of the
+    authors' code (github.com/FloyedShen/VESPO) and of TRL.
+    """
+    for name, value in (("k_pos", k_pos), ("k_neg", k_neg)):
+        if not 0 <= value < float("inf"):
+            raise ValueError(f"{name}={value}: must be finite and not negative, it is the power of a ratio; use 2")
+    for name, value in (("lambda_pos", lambda_pos), ("lambda_neg", lambda_neg)):
+        if not 0 < value < float("inf"):
+            raise ValueError(f"{name}={value}: must be positive and finite, it is what bounds the factor; use 3")
+    log_weight_B = datum_sums(inputs, log_ratio(inputs).detach()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    log_weight_T, negative_T = log_weight_B[inputs.datum], inputs.advantages < 0
+    k_T = torch.full_like(log_weight_T, k_pos).masked_fill(negative_T, k_neg)
+    lambda_T = torch.full_like(log_weight_T, lambda_pos).masked_fill(negative_T, lambda_neg)
+    factor_T = (k_T * log_weight_T - lambda_T * torch.expm1(log_weight_T)).clamp(max=LOG_RATIO_LIMIT).exp()
+    return -masked_sum(inputs, inputs.token_weights * factor_T * inputs.advantages * _trained_logprobs(inputs)), {}
 
 
 def cispo(
@@ -152,6 +212,12 @@ def value_loss(inputs: LossInputs, *, clip: float = float("inf")) -> tuple[torch
 def datum_sums(inputs: LossInputs, values_T: torch.Tensor) -> torch.Tensor:
     """Sum over each datum's tokens, (num_datums,). A datum is never split over microbatches, so the sum is complete."""
     return values_T.new_zeros(inputs.num_datums).index_add(0, inputs.datum, values_T)
+
+
+def datum_means(inputs: LossInputs, values_T: torch.Tensor) -> torch.Tensor:
+    """Mean over each datum's trained tokens of values that are 0 at masked tokens, (num_datums,); 0 without any."""
+    lengths_B = datum_sums(inputs, (inputs.loss_mask > 0).to(values_T.dtype)).clamp(min=1.0)
+    return datum_sums(inputs, values_T) / lengths_B
 
 
 def trained_before(inputs: LossInputs) -> torch.Tensor:

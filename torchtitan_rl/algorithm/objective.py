@@ -1,6 +1,6 @@
 """The objective of a policy's step: the loss, and the terms that a config adds.
 
-objective = loss_fn with w x correction  +  kl_coef x sum w x KL  -  entropy_coef x sum w x entropy
+objective = loss_fn with w x correction  +  kl_coef x sum w (x ratio) x KL  -  entropy_coef x sum w x entropy
             + the divergence from a teacher (algorithm.distill; without loss_fn if the teacher alone trains)
 
 w are the `token_weights`. Every term is linear in them, so the objective is a token sum like any loss.
@@ -44,7 +44,8 @@ def _with_terms(objective: LossFunction, config: AlgorithmConfig, columns: Colle
     kl_coef = config.kl_coef if config.kl_in == "loss" else 0.0
     if kl_coef or config.entropy_coef:
         terms = partial(regularized, kl_coef=kl_coef, kl_estimator=config.kl_estimator)
-        objective = partial(terms, loss_fn=objective, entropy_coef=config.entropy_coef)
+        terms = partial(terms, kl_ratio_weighted=config.kl_ratio_weighted, entropy_coef=config.entropy_coef)
+        objective = partial(terms, loss_fn=objective)
     if distill is not None or {"soft_weights", "teacher_logprobs"} & set(columns):
         objective = partial(distilled, loss_fn=objective, distill=distill)
     return objective

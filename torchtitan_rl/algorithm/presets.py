@@ -32,13 +32,17 @@ __all__ = [
     "cispo",
     "dapo",
     "distill",
+    "dppo",
     "dr_grpo",
+    "gmpo",
     "grpo",
     "gspo",
     "ppo",
     "reinforce_pp_baseline",
     "rloo",
+    "sapo",
     "self_distill",
+    "vespo",
 ]
 
 
@@ -105,6 +109,20 @@ def gspo(**changes: Any) -> AlgorithmConfig:
     return _changed("gspo", preset, changes)
 
 
+def gmpo(**changes: Any) -> AlgorithmConfig:
+    """GMPO (arXiv:2507.20673): GRPO with the geometric mean of a sequence's clipped ratios in place of their mean.
+
+    The bounds are the paper's, 0.4 nats on either side of a log-ratio of 0.
+    """
+    preset = AlgorithmConfig(
+        advantage_fn=advantages.grpo,
+        loss_fn=losses.gmpo,
+        loss_config={"log_clip_low": 0.4, "log_clip_high": 0.4},
+        reduction=reductions.sequence_mean,
+    )
+    return _changed("gmpo", preset, changes)
+
+
 def cispo(**changes: Any) -> AlgorithmConfig:
     """CISPO (MiniMax-M1, arXiv:2506.13585): a clipped ratio as a constant factor, so that clipped tokens still train.
 
@@ -118,6 +136,51 @@ def cispo(**changes: Any) -> AlgorithmConfig:
         reduction=reductions.token_mean,
     )
     return _changed("cispo", preset, changes)
+
+
+def sapo(**changes: Any) -> AlgorithmConfig:
+    """SAPO (arXiv:2511.20347): GRPO with a smooth gate on each token's ratio instead of a clip.
+
+    The temperatures are the paper's: the gate closes faster for tokens with a negative advantage.
+    """
+    preset = AlgorithmConfig(
+        advantage_fn=advantages.grpo,
+        loss_fn=losses.sapo,
+        loss_config={"tau_pos": 1.0, "tau_neg": 1.05},
+        reduction=reductions.sequence_mean,
+    )
+    return _changed("sapo", preset, changes)
+
+
+def dppo(**changes: Any) -> AlgorithmConfig:
+    """DPPO with the binary total variation (arXiv:2602.04879): centred rewards, and a token is dropped where its
+    probability moved by more than 0.2 from the one it was sampled with, the way that its advantage pushes it.
+
+    prime-rl's default loss adds a penalty on log-ratios: `loss_config={"tau": 1e-3}`. The binary KL is
+    `loss_fn=losses.dppo_kl`. The distance is to the generator as long as log-probabilities are not recomputed.
+    """
+    preset = AlgorithmConfig(
+        advantage_fn=advantages.group_centered,
+        loss_fn=losses.dppo_tv,
+        loss_config={"delta_low": 0.2, "delta_high": 0.2},
+        reduction=reductions.token_mean,
+    )
+    return _changed("dppo", preset, changes)
+
+
+def vespo(**changes: Any) -> AlgorithmConfig:
+    """VESPO (arXiv:2602.10693): GRPO's advantages, each sequence weighed by a smooth function of its whole ratio.
+
+    The numbers are those of the authors' runs. The ratio is to the generator as long as log-probabilities are not
+    recomputed, so nothing else need correct for older policies.
+    """
+    preset = AlgorithmConfig(
+        advantage_fn=advantages.grpo,
+        loss_fn=losses.vespo,
+        loss_config={"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0},
+        reduction=reductions.token_mean,
+    )
+    return _changed("vespo", preset, changes)
 
 
 def rloo(**changes: Any) -> AlgorithmConfig:

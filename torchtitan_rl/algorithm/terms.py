@@ -10,6 +10,7 @@ import torch
 from torchtitan_rl.algorithm.inputs import with_inputs
 from torchtitan_rl.algorithm.kl import KL_ESTIMATORS, penalized
 from torchtitan_rl.algorithm.losses import masked_difference, masked_sum
+from torchtitan_rl.algorithm.surrogate import ratio
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.types import Datum, LossInputs
 
@@ -25,13 +26,20 @@ def corrected(inputs: LossInputs, *, loss_fn, correction_fn) -> tuple[torch.Tens
 
 
 def regularized(
-    inputs: LossInputs, *, loss_fn, kl_coef: float, kl_estimator: str, entropy_coef: float
+    inputs: LossInputs, *, loss_fn, kl_coef: float, kl_estimator: str, kl_ratio_weighted: bool, entropy_coef: float
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """`loss_fn` plus the KL to the reference, less the entropy, each times its coefficient and the token weights."""
+    """`loss_fn` plus the KL to the reference, less the entropy, each times its coefficient and the token weights.
+
+    With `kl_ratio_weighted` a token's KL is multiplied by its ratio, which has a gradient (DeepSeek-V3.2,
+    arXiv:2512.02556, "unbiased KL estimate").
+    """
     loss, metrics = loss_fn(inputs)
     if kl_coef:
         difference_T = masked_difference(inputs, inputs.policy_logprobs, inputs.reference_logprobs)
-        loss = loss + kl_coef * masked_sum(inputs, inputs.token_weights * KL_ESTIMATORS[kl_estimator](difference_T))
+        kl_T = KL_ESTIMATORS[kl_estimator](difference_T)
+        if kl_ratio_weighted:
+            kl_T = ratio(inputs) * kl_T
+        loss = loss + kl_coef * masked_sum(inputs, inputs.token_weights * kl_T)
     if entropy_coef:
         entropy_T = torch.where(inputs.loss_mask > 0, inputs.entropy, 0.0)
         loss = loss - entropy_coef * masked_sum(inputs, inputs.token_weights * entropy_T)

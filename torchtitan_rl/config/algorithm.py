@@ -171,7 +171,12 @@ class AlgorithmConfig:
     kl_coef: Annotated[float, Ge(0), Hint("use 0 for none")] = 0.0
     """Factor of the KL to the reference role; 0: no KL term."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the KL per token, see algorithm/kl.py. `kl_in="reward"` takes k1 only, `kl_in="loss"` k2 or k3."""
+    """Estimator of the KL per token, see algorithm/kl.py. `kl_in="reward"` takes k1 only, `kl_in="loss"` k2 or k3, or
+    with `kl_ratio_weighted` k1 or k3."""
+    kl_ratio_weighted: bool = False
+    """True: each token's KL in the loss is multiplied by its ratio to the old policy, with gradient, so that the
+    gradient is that of KL(policy || reference) on tokens that the old policy sampled. False: it has the token's weight
+    alone."""
     kl_in: Literal["loss", "reward"] = "loss"
     """`loss`: the KL is a term of the loss. `reward`: the KL is subtracted from each token's advantage."""
     entropy_coef: Annotated[float, Ge(0), Hint("use 0 for none")] = 0.0

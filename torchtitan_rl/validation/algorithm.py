@@ -16,7 +16,14 @@ from torchtitan_rl.algorithm import advantages, corrections, losses, reductions
 from torchtitan_rl.config.algorithm import AlgorithmConfig, ScheduleConfig
 from torchtitan_rl.config.resolve import function_name, named
 from torchtitan_rl.config.run import RolesConfig, RunConfig
-from torchtitan_rl.validation.functions import probe_advantages, probe_correction, probe_loss, probe_reduction, reads
+from torchtitan_rl.validation.functions import (
+    needs_old_logprobs,
+    probe_advantages,
+    probe_correction,
+    probe_loss,
+    probe_reduction,
+    reads,
+)
 
 __all__ = ["check_algorithm", "check_minibatches", "check_workflow"]
 
@@ -34,8 +41,8 @@ def check_algorithm(config: RunConfig) -> None:
         functions["correction_fn"] = corrections
     for name, module in functions.items():
         _check_function(f"algorithm.{name}", getattr(algorithm, name), module)
-    _check_terms(algorithm, roles)
     with _no_breakpoints():
+        _check_terms(algorithm, roles)
         _probe(algorithm, roles)
 
 
@@ -87,10 +94,11 @@ def _check_terms(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
                 f"algorithm.kl_coef={algorithm.kl_coef}: there is no reference to measure the KL to; set "
                 "roles.reference or use 0"
             )
-        if algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
+        if algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1" and not algorithm.kl_ratio_weighted:
             raise ValueError(
                 "algorithm.kl_estimator='k1': its gradient as a loss has mean 0, so it would not hold the "
-                "policy; use 'k2' (the gradient of the KL), 'k3', or algorithm.kl_in='reward'"
+                "policy; use 'k2' (the gradient of the KL), 'k3', algorithm.kl_in='reward', or "
+                "algorithm.kl_ratio_weighted=True"
             )
         if algorithm.kl_in == "reward" and algorithm.kl_estimator != "k1":
             raise ValueError(
@@ -98,7 +106,9 @@ def _check_terms(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
                 "the KL, and near the reference it can point away from it; use 'k1' with "
                 "algorithm.kl_in='reward', or 'loss'"
             )
-    _check_correction(algorithm)
+    if algorithm.kl_ratio_weighted:
+        _check_weighted_kl(algorithm)
+    _check_correction(algorithm, _columns(algorithm, roles))
     if roles.critic is None:
         for name, default in (("critic_loss_config", {}), ("gae_gamma", 1.0), ("gae_lambda", 1.0)):
             if getattr(algorithm, name) != default:
@@ -112,7 +122,23 @@ def _check_terms(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
         )
 
 
-def _check_correction(algorithm: AlgorithmConfig) -> None:
+def _check_weighted_kl(algorithm: AlgorithmConfig) -> None:
+    where = "algorithm.kl_ratio_weighted=True"
+    if not algorithm.kl_coef:
+        raise ValueError(f"{where}: there is no KL to weigh; set algorithm.kl_coef, or use False")
+    if algorithm.kl_in == "reward":
+        raise ValueError(
+            f"{where}: a KL in the reward is a part of the advantage, which the loss's own ratio multiplies; use "
+            "False, or algorithm.kl_in='loss'"
+        )
+    if algorithm.kl_estimator == "k2":
+        raise ValueError(
+            f"{where}: the mean of algorithm.kl_estimator='k2' is not the KL, so weighed by the ratio its gradient is "
+            "not that of the KL; use 'k3' or 'k1', or False"
+        )
+
+
+def _check_correction(algorithm: AlgorithmConfig, columns: set[str]) -> None:
     if algorithm.correction_fn is None and algorithm.correction_config:
         raise ValueError(
             f"algorithm.correction_config={algorithm.correction_config}: there is no correction for it "
@@ -129,13 +155,19 @@ def _check_correction(algorithm: AlgorithmConfig) -> None:
                 f"algorithm.correction_denominator='kept': {function_name(algorithm.correction_fn)} rejects no token, "
                 "so nothing would leave the denominator; use masked_token or masked_sequence, or 'all'"
             )
+        if algorithm.correction_fn is corrections.opsm:
+            raise ValueError(
+                "algorithm.correction_denominator='kept': opsm compares with the policy of each step, and the "
+                "denominator is known before; use 'all', as in DeepSeek-V3.2"
+            )
     recomputed = algorithm.recompute_logprobs_per_batch or algorithm.recompute_logprobs_per_minibatch
     if algorithm.recompute_logprobs_per_batch and algorithm.recompute_logprobs_per_minibatch:
         raise ValueError(
             "algorithm.recompute_logprobs_per_batch=True: recompute_logprobs_per_minibatch=True takes its "
             "place at every step; keep one of them"
         )
-    if algorithm.correction_fn is not None and not recomputed:
+    correction, arguments = algorithm.correction_fn, algorithm.correction_config
+    if correction is not None and not recomputed and needs_old_logprobs(correction, arguments, columns):
         raise ValueError(
             f"algorithm.correction_fn={function_name(algorithm.correction_fn)}: the loss's ratios are against the "
             "generator already, nothing is left to correct; set algorithm.recompute_logprobs_per_batch=True"

@@ -12,7 +12,7 @@ from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.record.user_code import defined_at, described, raised_at
 from torchtitan_rl.types import LossInputs, Rollout, RolloutGroup, Task
 
-__all__ = ["probe_advantages", "probe_correction", "probe_loss", "probe_reduction", "reads"]
+__all__ = ["needs_old_logprobs", "probe_advantages", "probe_correction", "probe_loss", "probe_reduction", "reads"]
 
 _LENGTHS = [3, 2]
 _OUTPUTS = {  # the model's, for five tokens of two datums; the first token does not train
@@ -76,6 +76,17 @@ def reads(column: str, loss_fn: Callable, columns: set[str], outputs: Sequence[s
     before = loss_fn(inputs)[0]
     inputs.tensors[column] = inputs.tensors[column] * 3.0
     return not _close(loss_fn(inputs)[0], before)
+
+
+def needs_old_logprobs(correction_fn: Callable, correction_config: dict[str, float], columns: set[str]) -> bool:
+    """Whether a correction fails for lack of `old_logprobs`. Another failure is for `probe_correction` to report."""
+    try:
+        correction_fn(_inputs(columns - {"old_logprobs"}, ["policy_logprobs"]), **correction_config)
+    except AttributeError as error:
+        return "'old_logprobs'" in str(error)
+    except Exception:
+        return False
+    return False
 
 
 def probe_correction(

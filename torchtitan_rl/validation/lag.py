@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from torchtitan_rl.algorithm import corrections
 from torchtitan_rl.config.resolve import function_name
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.validation.functions import reads
@@ -27,14 +28,19 @@ def check_lag_settings(config: RunConfig) -> None:
             f"{where}: roles.colocation='all' gives generators and trainers the devices in turn, so nothing can "
             "overlap; use 0, or generators with devices of their own"
         )
-    if algorithm.correction_fn is not None:
+    recomputed = [
+        name
+        for name in ("recompute_logprobs_per_batch", "recompute_logprobs_per_minibatch")
+        if getattr(algorithm, name)
+    ]
+    # Sequence masking leaves out what a negative advantage would push further, and corrects no ratio.
+    if recomputed and algorithm.correction_fn not in (None, corrections.opsm):
         return
-    for name in ("recompute_logprobs_per_batch", "recompute_logprobs_per_minibatch"):
-        if getattr(algorithm, name):
-            raise ValueError(
-                f"{where}: with {name}=True a ratio is against the trainer, and nothing corrects for the older "
-                f"policy that sampled; use algorithm.correction_fn=corrections.truncated_token, {_ADVICE}"
-            )
+    for name in recomputed:
+        raise ValueError(
+            f"{where}: with {name}=True a ratio is against the trainer, and nothing corrects for the older "
+            f"policy that sampled; use algorithm.correction_fn=corrections.truncated_token, {_ADVICE}"
+        )
     learns_from_teacher_alone = algorithm.distill is not None and not algorithm.distill.rewards
     if learns_from_teacher_alone and algorithm.distill.divergence != "tokens":
         return

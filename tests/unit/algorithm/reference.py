@@ -119,6 +119,143 @@ def gspo(sequences, clip_low=3e-4, clip_high=4e-4):
     return -math.fsum(terms)
 
 
+def gate(ratio, tau):
+    return 4 / tau / (1 + math.exp(-tau * (ratio - 1)))
+
+
+def sapo(sequences, tau_pos=1.0, tau_neg=1.05):
+    """SAPO: f(r) A with f(r) = sigmoid(tau (r - 1)) x 4 / tau."""
+    return token_loss(
+        sequences, lambda ratio, advantage, logprob: gate(ratio, tau_pos if advantage > 0 else tau_neg) * advantage
+    )
+
+
+def total_variation(policy, old):
+    return abs(math.exp(policy) - math.exp(old))
+
+
+def binary_kl(policy, old):
+    """KL of "the sampled token or another" under the old policy to the same under the policy."""
+    rest_old, rest = (max(0.0, -math.expm1(logprob)) for logprob in (old, policy))
+    of_rest = 0.0 if not rest_old else math.inf if not rest else rest_old * math.log(rest_old / rest)
+    return math.exp(old) * (old - policy) + of_rest
+
+
+def dppo_kept(policy, old, advantage, divergence, delta_low, delta_high):
+    """DPPO: a token that moved the way its advantage pushes it, and too far, does not count."""
+    if advantage > 0 and policy > old:
+        return divergence(policy, old) <= delta_high
+    if advantage < 0 and policy < old:
+        return divergence(policy, old) <= delta_low
+    return True
+
+
+def dppo(sequences, divergence, delta_low, delta_high, cap, tau):
+    """(-sum of weight x kept x min(ratio, cap) x A, plus tau x log-ratio^2; its gradient by the log-probabilities)."""
+    terms, gradients = [], []
+    for s in sequences:
+        rows = zip(s["weight"], s["policy"], s["old"], s["advantage"], s["mask"])
+        for weight, policy, old, advantage, mask in rows:
+            kept = dppo_kept(policy, old, advantage, divergence, delta_low, delta_high) if mask else False
+            surrogate = kept * min(math.exp(policy - old), cap) * advantage if mask else 0.0
+            terms.append(-weight * surrogate + (weight * tau * (policy - old) ** 2 if mask else 0.0))
+            gradients.append(-weight * surrogate + (weight * tau * 2 * (policy - old) if mask else 0.0))
+    return math.fsum(terms), gradients
+
+
+def dppo_tv(sequences, delta_low=0.2, delta_high=0.2, cap=math.inf, tau=0.0):
+    return dppo(sequences, total_variation, delta_low, delta_high, cap, tau)[0]
+
+
+def dppo_kl(sequences, delta_low=0.05, delta_high=0.05, cap=math.inf, tau=0.0):
+    return dppo(sequences, binary_kl, delta_low, delta_high, cap, tau)[0]
+
+
+def gmpo_ratio(sequence, log_clip_low, log_clip_high):
+    """(s, which tokens have a clipped log-ratio): s = exp(1 / |o| sum of log-ratios, held on the side that pays)."""
+    total, clipped = 0.0, []
+    for t in range(len(sequence["mask"])):
+        log_ratio = sequence["policy"][t] - sequence["old"][t] if sequence["mask"][t] else 0.0
+        positive = sequence["advantage"][t] > 0
+        bounded = min(log_ratio, log_clip_high) if positive else max(log_ratio, -log_clip_low)
+        clipped.append(bounded != log_ratio)
+        total += bounded
+    return math.exp(total / max(1, sum(sequence["mask"]))), clipped
+
+
+def gmpo(sequences, log_clip_low=0.4, log_clip_high=0.4):
+    """GMPO: the geometric mean of a sequence's clipped ratios, times each token's advantage."""
+    return -math.fsum(
+        s["weight"][t] * gmpo_ratio(s, log_clip_low, log_clip_high)[0] * s["advantage"][t]
+        for s in sequences
+        for t in range(len(s["mask"]))
+        if s["mask"][t]
+    )
+
+
+def vespo_factor(sequence, advantage, k_pos, lambda_pos, k_neg, lambda_neg):
+    """phi(W) = W^k exp(lambda (1 - W)), with W the product of the sequence's ratios."""
+    rows = zip(sequence["policy"], sequence["old"], sequence["mask"])
+    log_weight = math.fsum(policy - old for policy, old, mask in rows if mask)
+    k, lam = (k_pos, lambda_pos) if advantage >= 0 else (k_neg, lambda_neg)
+    return math.exp(max(k * log_weight + lam * (1 - math.exp(log_weight)), -700.0))
+
+
+def vespo_gradient(sequences, k_pos=2.0, lambda_pos=3.0, k_neg=3.0, lambda_neg=2.0):
+    """-weight x phi(W) x A at trained tokens; the factor has no gradient."""
+    return [
+        [
+            -w * vespo_factor(s, a, k_pos, lambda_pos, k_neg, lambda_neg) * a if m else 0.0
+            for w, a, m in zip(s["weight"], s["advantage"], s["mask"])
+        ]
+        for s in sequences
+    ]
+
+
+def vespo(sequences, **config):
+    """-sum of weight x phi(W) x A x log pi."""
+    return math.fsum(
+        g * logprob
+        for s, gradient in zip(sequences, vespo_gradient(sequences, **config))
+        for g, logprob in zip(gradient, s["policy"])
+    )
+
+
+# Gradients of losses by the policy's log-probabilities: a list of numbers per sequence.
+
+
+def token_gradient(sequences, slope):
+    """-weight x slope(ratio, advantage) at trained tokens, with the slope of the term by the log-probability."""
+    return [
+        [
+            -s["weight"][t] * slope(math.exp(s["policy"][t] - s["old"][t]), s["advantage"][t]) if s["mask"][t] else 0.0
+            for t in range(len(s["mask"]))
+        ]
+        for s in sequences
+    ]
+
+
+def sapo_gradient(sequences, tau_pos=1.0, tau_neg=1.05):
+    """4 p (1 - p) r A with p = sigmoid(tau (r - 1))."""
+
+    def slope(ratio, advantage):
+        tau = tau_pos if advantage > 0 else tau_neg
+        p, q = gate(ratio, tau) * tau / 4, 1 / (1 + math.exp(min(tau * (ratio - 1), 700.0)))  # q = 1 - p
+        return 4 * p * q * ratio * advantage
+
+    return token_gradient(sequences, slope)
+
+
+def gmpo_gradient(sequences, log_clip_low=0.4, log_clip_high=0.4):
+    """-weight x s x A where the log-ratio is not clipped, else 0."""
+    gradients = []
+    for sequence in sequences:
+        s, clipped = gmpo_ratio(sequence, log_clip_low, log_clip_high)
+        trained = [bool(m) and not c for m, c in zip(sequence["mask"], clipped)]
+        gradients.append([-w * s * a * t for w, a, t in zip(sequence["weight"], sequence["advantage"], trained)])
+    return gradients
+
+
 # KL(policy || reference) of one token, d = log policy - log reference; r = reference / policy.
 
 

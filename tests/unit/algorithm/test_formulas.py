@@ -20,6 +20,10 @@ LOSSES = {
     "cispo": {},
     "dro": {"beta": 0.1},
     "gspo": {"clip_low": 0.3, "clip_high": 0.4},
+    "sapo": {},
+    "gmpo": {},
+    "dppo_tv": {},
+    "dppo_kl": {"tau": 1e-3},
 }
 CASES = [
     *LOSSES.items(),
@@ -27,7 +31,13 @@ CASES = [
     ("ppo", {"clip_high": 0.5, "dual_clip": 1.25}),
     ("gspo", {}),
     ("cispo", {"clip_low": 0.5, "clip_high": 0.28}),
+    ("sapo", {"tau_pos": 0.5, "tau_neg": 3.0}),
+    ("dppo_tv", {"delta_low": 0.01, "delta_high": 0.3, "cap": 3.0, "tau": 1e-3}),
+    ("dppo_kl", {"delta_low": 0.01, "delta_high": 0.3, "cap": 3.0}),
+    ("gmpo", {"log_clip_low": 0.1, "log_clip_high": 2.0}),
+    ("gmpo", {"log_clip_low": math.inf, "log_clip_high": math.inf}),
 ]
+SAMPLED = [*(name for name in LOSSES if name != "cross_entropy"), "vespo"]
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 ragged = st.lists(st.lists(st.booleans(), min_size=1, max_size=6), min_size=1, max_size=5)
@@ -107,7 +117,7 @@ def test_masked_tokens_have_exactly_no_gradient(name, config, ragged, seed, spre
 
 
 @pytest.mark.parametrize("garbage", [3e38, -3e38, -1e20, math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "dro", "gspo"])
+@pytest.mark.parametrize("name", SAMPLED)
 def test_masked_garbage_reaches_neither_loss_nor_gradient(name, garbage):
     def answer(masked_policy, masked_old):
         sequences = [
@@ -130,7 +140,7 @@ def test_masked_garbage_reaches_neither_loss_nor_gradient(name, garbage):
     assert answer(garbage, -1.0) == answer(-1.0, garbage) == answer(garbage, garbage) == ordinary
 
 
-@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "dro", "gspo"])
+@pytest.mark.parametrize("name", SAMPLED)
 @pytest.mark.parametrize("log_ratio", [30.0, -30.0, 1e4, -1e4])
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_log_ratios_beyond_twenty_stay_finite(name, log_ratio, advantage):
@@ -184,8 +194,12 @@ BEYOND = [
 
 @pytest.mark.parametrize(
     ("name", "config"),
-    # gspo stops a gradient inside its ratio: finite differences see it, `gspo_token_gradient` below has its gradient.
-    [*((name, config) for name, config in LOSSES.items() if name != "gspo"), ("ppo", {"dual_clip": 1.45})],
+    # gspo and gmpo stop a gradient inside their ratios, which finite differences see; their gradients are tested
+    # against `gspo_token_gradient` below and in test_sequence_losses.py.
+    [
+        *((name, config) for name, config in LOSSES.items() if name not in ("gspo", "gmpo")),
+        ("ppo", {"dual_clip": 1.45}),
+    ],
 )
 def test_gradients_by_finite_differences(name, config):
     ratios = BEYOND if name == "cispo" else SMOOTH
@@ -398,6 +412,16 @@ def test_a_dual_clip_bounds_what_a_negative_advantage_costs(ratio, advantage, ob
         (partial(losses.gspo, clip_high=math.nan), "clip_low=0.0003: the bounds"),
         (partial(losses.ppo, dual_clip=1.0), "dual_clip=1.0: must be above 1"),
         (partial(losses.dro, beta=0.0), "beta=0.0: must be positive"),
+        (partial(losses.sapo, tau_pos=0.0), "tau_pos=0.0: must be positive and finite"),
+        (partial(losses.sapo, tau_neg=math.inf), "tau_neg=inf: must be positive and finite"),
+        (partial(losses.vespo, k_pos=-1.0), "k_pos=-1.0: must be finite and not negative"),
+        (partial(losses.vespo, lambda_neg=0.0), "lambda_neg=0.0: must be positive and finite"),
+        (partial(losses.dppo_tv, delta_low=-0.1), "delta_low=-0.1: must not be negative"),
+        (partial(losses.dppo_kl, delta_high=math.nan), "delta_high=nan: must not be negative"),
+        (partial(losses.dppo_tv, cap=1.0), "cap=1.0: must be above 1"),
+        (partial(losses.dppo_kl, tau=-1.0), "tau=-1.0: must be finite and not negative"),
+        (partial(losses.gmpo, log_clip_low=-0.1), "log_clip_low=-0.1: must not be negative"),
+        (partial(losses.gmpo, log_clip_high=math.nan), "log_clip_high=nan: must not be negative"),
         (partial(losses.value_loss, clip=0.0), "clip=0.0: must be positive"),
     ],
 )

@@ -13,14 +13,19 @@ from hypothesis import strategies as st
 from torchtitan_rl.algorithm.losses import (
     cispo,
     cross_entropy,
+    dppo_kl,
+    dppo_tv,
     dro,
+    gmpo,
     gspo,
     importance_sampling,
     ppo,
     reverse_kl,
     sampled_metrics,
+    sapo,
     trained_before,
     value_loss,
+    vespo,
 )
 from torchtitan_rl.algorithm.objective import policy_objective
 from torchtitan_rl.config.algorithm import AlgorithmConfig
@@ -154,7 +159,7 @@ def test_several_targets_need_a_weight_each(policy_TK):
         cross_entropy(several_targets(policy_TK, [0.5, 0.5], [1.0, 1.0]))
 
 
-@pytest.mark.parametrize("loss_fn", [importance_sampling, ppo, gspo, cispo, dro])
+@pytest.mark.parametrize("loss_fn", [importance_sampling, ppo, gspo, cispo, dro, sapo, gmpo, dppo_tv, dppo_kl, vespo])
 @pytest.mark.parametrize("num_targets", [1, 2, 3])
 def test_losses_of_the_sampled_token_refuse_several_targets(loss_fn, num_targets):
     """Two tokens with two targets each would broadcast to every pair of tokens, and train on it."""

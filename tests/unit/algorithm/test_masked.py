@@ -1,6 +1,7 @@
 """What lies where the loss mask is 0 reaches neither a sum nor a gradient; elsewhere not a bit has changed by it."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,7 +17,10 @@ GARBAGE = [-math.inf, math.inf, math.nan, 1e30, -1e30]
 OUTPUTS = ["policy_logprobs", "entropy", "teacher_kl", "predicted_values"]
 COLUMNS = ["advantages", "sampling_logprobs", "old_logprobs", "reference_logprobs", "values", "returns"]
 POLICY_LOSSES = [losses.importance_sampling, losses.ppo, losses.gspo, losses.cispo, losses.dro]
-CORRECTIONS = [getattr(corrections, name) for name in corrections.__all__]
+POLICY_LOSSES += [losses.sapo, losses.gmpo, losses.dppo_tv, losses.dppo_kl, losses.vespo]
+CORRECTIONS = [getattr(corrections, name) for name in corrections.__all__ if name not in ("both", "opsm")]
+CORRECTIONS += [partial(corrections.opsm, delta=0.01)]
+CORRECTIONS += [partial(corrections.both, first=corrections.truncated_token, second=corrections.reject_geometric)]
 
 
 def random_inputs(seed, *, masked=None, dtype=torch.float32):
@@ -72,13 +76,19 @@ def test_garbage_under_the_mask_changes_no_bit_of_a_loss(loss_fn, garbage):
 
 
 @pytest.mark.parametrize("garbage", GARBAGE)
-@pytest.mark.parametrize("correction_fn", CORRECTIONS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("correction_fn", CORRECTIONS, ids=lambda f: getattr(f, "func", f).__name__)
 @pytest.mark.parametrize("loss_fn", [losses.cross_entropy, *POLICY_LOSSES], ids=lambda f: f.__name__)
 def test_garbage_under_the_mask_changes_no_bit_of_an_objective(loss_fn, correction_fn, garbage):
     objective = policy_objective(
         AlgorithmConfig(loss_fn=loss_fn, correction_fn=correction_fn, kl_coef=0.1, kl_estimator="k2", entropy_coef=0.1)
     )
     same(answer(objective, random_inputs(1, masked=garbage)), answer(objective, random_inputs(1)))
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+def test_garbage_under_the_mask_changes_no_bit_of_a_weighted_kl(garbage):
+    objective = policy_objective(AlgorithmConfig(loss_fn=losses.ppo, kl_coef=0.1, kl_ratio_weighted=True))
+    same(answer(objective, random_inputs(4, masked=garbage)), answer(objective, random_inputs(4)))
 
 
 @pytest.mark.parametrize("garbage", GARBAGE)

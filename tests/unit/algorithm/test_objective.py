@@ -77,6 +77,62 @@ def test_the_kl_is_weighed_like_the_loss(estimator, first, second):
     assert loss == pytest.approx(PLAIN + 0.1 * (0.5 * first + 0.25 * second))
 
 
+@pytest.mark.parametrize(
+    ("estimator", "first", "second"), [("k1", 1.0, -1.0), ("k3", math.exp(-1) - 1 + 1, math.e - 1 - 1)]
+)
+def test_the_kl_may_be_weighed_by_the_ratio(estimator, first, second):
+    """Ratios 2 and 1, which have a gradient: of r k1 it is r (d + 1), of r k3 it is r d."""
+    weighted = AlgorithmConfig(loss_fn=importance_sampling, kl_coef=0.1, kl_estimator=estimator, kl_ratio_weighted=True)
+    given, plain = inputs(), inputs()
+    loss, _ = policy_objective(weighted)(given)
+    assert loss.item() == pytest.approx(PLAIN + 0.1 * (0.5 * 2 * first + 0.25 * second))
+    (of_both,) = torch.autograd.grad(loss, given.policy_logprobs)
+    (of_loss,) = torch.autograd.grad(importance_sampling(plain)[0], plain.policy_logprobs)
+    extra = 1.0 if estimator == "k1" else 0.0
+    expected = [0.0, 0.1 * 0.5 * 2 * (1.0 + extra), 0.1 * 0.25 * (-1.0 + extra)]
+    assert (of_both - of_loss).tolist() == pytest.approx(expected, rel=1e-12, abs=1e-15)
+
+
+def test_weighed_by_the_ratio_the_kl_has_its_own_gradient_whoever_sampled():
+    """Exactly, by summing over three tokens that another policy sampled; without the ratio it is another vector."""
+    logits = torch.tensor([0.3, -1.0, 0.9], dtype=torch.float64, requires_grad=True)
+    sampler, reference = (torch.tensor(x, dtype=torch.float64).log_softmax(0) for x in ([1, 0, 0], [0.5, 0.2, -0.4]))
+    policy = logits.log_softmax(0)
+    (wanted,) = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), logits, retain_graph=True)
+    tensors = {"sampling_logprobs": sampler, "reference_logprobs": reference, "token_weights": sampler.exp()}
+    tensors |= {"loss_mask": torch.ones(3), "advantages": torch.zeros(3, dtype=torch.float64)}
+    every = LossInputs(policy_logprobs=policy, datum=torch.zeros(3).long(), num_datums=1, tensors=tensors)
+    for estimator, weighted in (("k1", True), ("k3", True), ("k2", False), ("k3", False)):
+        config = AlgorithmConfig(
+            loss_fn=importance_sampling, kl_coef=0.5, kl_estimator=estimator, kl_ratio_weighted=weighted
+        )
+        (gradient,) = torch.autograd.grad(policy_objective(config)(every)[0], logits, retain_graph=True)
+        assert torch.allclose(gradient, 0.5 * wanted, rtol=1e-12) == weighted
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_weighted_kl_is_that_of_trl(seed):
+    """TRL 1.16.0, trl/trainer/grpo_trainer.py, `use_bias_correction_kl=True`, `importance_sampling_level="token"`,
+    `loss_type="dapo"`: k3 times the token's ratio, averaged over tokens, without the surrogate's clip."""
+    data, rng = mismatched(seed), np.random.default_rng(seed)
+    reference = [datum.loss_inputs["policy"] + torch.tensor(rng.uniform(-1, 1, len(datum))) for datum in data]
+    data = with_inputs(data, reference_logprobs=reference)
+    total, tokens = 0.0, 0
+    for datum in data:
+        column = {name: tensor.numpy() for name, tensor in datum.loss_inputs.items()}
+        ratio = np.exp(column["policy"] - column["old_logprobs"])
+        away = column["reference_logprobs"] - column["policy"]
+        per_token = -ratio * column["advantages"] + 0.3 * (np.exp(away) - away - 1) * ratio
+        total += (per_token * column["loss_mask"]).sum()
+        tokens += column["loss_mask"].sum()
+    config = AlgorithmConfig(loss_fn=importance_sampling, kl_coef=0.3, kl_ratio_weighted=True)
+    loss, gradient = loss_and_gradient(data, config)
+    assert loss == pytest.approx(total / tokens, rel=1e-6)
+    parts = [loss_and_gradient([datum], config) for datum in data]
+    assert sum(part for part, _ in parts) == pytest.approx(loss, rel=1e-12)
+    assert [g for _, of_part in parts for g in of_part] == pytest.approx(gradient, rel=1e-12)
+
+
 def test_the_entropy_bonus_lowers_the_loss():
     assert value(loss_fn=importance_sampling, entropy_coef=0.1)[0] == pytest.approx(PLAIN - 0.1 * (0.25 + 0.375))
     given = inputs()
@@ -93,12 +149,10 @@ def test_everything_together_is_the_sum_of_its_parts_and_reads_no_masked_token()
     assert torch.autograd.grad(loss, given.policy_logprobs)[0][0] == 0
 
 
-def test_gradients_of_every_term_by_finite_differences():
-    objective = policy_objective(
-        AlgorithmConfig(
-            loss_fn=importance_sampling, correction_fn=truncated_token, kl_coef=0.3, kl_estimator="k3", entropy_coef=0.2
-        )
-    )
+@pytest.mark.parametrize("weighted", [False, True])
+def test_gradients_of_every_term_by_finite_differences(weighted):
+    terms = {"correction_fn": truncated_token, "kl_coef": 0.3, "kl_estimator": "k3", "entropy_coef": 0.2}
+    objective = policy_objective(AlgorithmConfig(loss_fn=importance_sampling, kl_ratio_weighted=weighted, **terms))
     fixed = inputs()
 
     def loss(policy_logprobs, entropy):

@@ -56,11 +56,28 @@ def refused(**config):
             "gae_lambda": 0.95,
         },
         {"kl_coef": 0.1, "roles": ("reference",)},
+        {"kl_coef": 0.1, "kl_ratio_weighted": True, "roles": ("reference",)},
+        {"kl_coef": 0.1, "kl_ratio_weighted": True, "kl_estimator": "k1", "roles": ("reference",)},
         {"kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1", "roles": ("reference",)},
         *(
             {"correction_fn": getattr(corrections, name), "recompute_logprobs_per_minibatch": True}
             for name in corrections.__all__
+            if name not in ("both", "opsm")
         ),
+        {"correction_fn": corrections.opsm, "correction_config": {"delta": 0.1}},
+        {
+            "correction_fn": functools.partial(
+                corrections.both,
+                first=corrections.truncated_token,
+                second=functools.partial(corrections.opsm, delta=0.1),
+            ),
+            "recompute_logprobs_per_batch": True,
+        },
+        {
+            "correction_fn": corrections.reject_outlier,
+            "recompute_logprobs_per_batch": True,
+            "correction_denominator": "kept",
+        },
         {"correction_fn": corrections.truncated_token, "recompute_logprobs_per_batch": True},
         {
             "correction_fn": corrections.masked_sequence,
@@ -209,6 +226,12 @@ def test_a_critics_loss_is_probed_too():
         (losses.ppo, {"clip_low": -0.5, "clip_high": 0.2}, "algorithm.loss_config.clip_low=-0.5: the bounds"),
         (losses.ppo, {"dual_clip": 0.9}, "algorithm.loss_config.dual_clip=0.9: must be above 1"),
         (losses.dro, {"beta": math.inf}, "algorithm.loss_config.beta=inf: must be positive"),
+        (losses.sapo, {"tau_neg": 0.0}, "algorithm.loss_config.tau_neg=0.0: must be positive and finite"),
+        (losses.gmpo, {"log_clip_high": -0.4}, "algorithm.loss_config.log_clip_high=-0.4: must not be negative"),
+        (losses.gmpo, {"clip_high": 0.4}, "gmpo has no such argument; did you mean log_clip_high?"),
+        (losses.dppo_tv, {"delta_high": -0.2}, "algorithm.loss_config.delta_high=-0.2: must not be negative"),
+        (losses.dppo_kl, {"cap": 0.5}, "algorithm.loss_config.cap=0.5: must be above 1"),
+        (losses.vespo, {"lambda_pos": 0.0}, "algorithm.loss_config.lambda_pos=0.0: must be positive and finite"),
     ],
 )
 def test_arguments_of_a_loss(loss_fn, config, message):
@@ -294,6 +317,24 @@ def test_a_reduction_that_is_not_one(reduction, message):
             "algorithm.kl_estimator='k3': as a reward its policy gradient is not that of the KL",
         ),
         (
+            {"kl_ratio_weighted": True},
+            "algorithm.kl_ratio_weighted=True: there is no KL to weigh; set algorithm.kl_coef, or use False",
+        ),
+        (
+            {
+                "kl_coef": 0.1,
+                "kl_ratio_weighted": True,
+                "kl_in": "reward",
+                "kl_estimator": "k1",
+                "roles": ("reference",),
+            },
+            "algorithm.kl_ratio_weighted=True: a KL in the reward is a part of the advantage",
+        ),
+        (
+            {"kl_coef": 0.1, "kl_ratio_weighted": True, "kl_estimator": "k2", "roles": ("reference",)},
+            "algorithm.kl_ratio_weighted=True: the mean of algorithm.kl_estimator='k2' is not the KL",
+        ),
+        (
             {
                 "kl_coef": 0.1,
                 "kl_in": "reward",
@@ -307,6 +348,45 @@ def test_a_reduction_that_is_not_one(reduction, message):
             {"correction_fn": corrections.masked_token},
             "are against the generator already, nothing is left to correct; set "
             "algorithm.recompute_logprobs_per_batch=True",
+        ),
+        (
+            {
+                "correction_fn": functools.partial(
+                    corrections.both, first=corrections.reject_token, second=corrections.reject_outlier
+                )
+            },
+            "are against the generator already, nothing is left to correct",
+        ),
+        (
+            {"correction_fn": corrections.opsm},
+            "raised TypeError: opsm() missing 1 required keyword-only argument: 'delta'",
+        ),
+        (
+            {"correction_fn": corrections.opsm, "correction_config": {"delta": -1.0}},
+            "algorithm.correction_config.delta=-1.0: must be finite and not negative",
+        ),
+        (
+            {"correction_fn": corrections.opsm, "correction_config": {"delta": 0.1}, "correction_denominator": "kept"},
+            "algorithm.correction_denominator='kept': opsm compares with the policy of each step",
+        ),
+        (
+            {
+                "correction_fn": corrections.reject_geometric,
+                "correction_config": {"low": 1.01},
+                "recompute_logprobs_per_batch": True,
+            },
+            "algorithm.correction_config.low=1.01: the bounds 1.01 and 1.01 of a weight cross",
+        ),
+        (
+            {
+                "correction_fn": functools.partial(
+                    corrections.both,
+                    first=corrections.truncated_token,
+                    second=functools.partial(corrections.reject_outlier, low=2.0),
+                ),
+                "recompute_logprobs_per_batch": True,
+            },
+            "low=2.0: a weight of 1, where trainer and generator agree, is outside [2, 100]",
         ),
         (
             {"correction_denominator": "kept"},

@@ -35,6 +35,10 @@ def reinforce(inputs):
         presets.gspo(),
         presets.cispo(),
         presets.rloo(),
+        presets.sapo(),
+        presets.gmpo(),
+        presets.vespo(),
+        presets.dppo(correction_fn=corrections.opsm, correction_config={"delta": 0.1}),
         presets.grpo(loss_fn=losses.dro, loss_config={"beta": 0.1}),
         presets.grpo(loss_fn=reinforce, recompute_logprobs_per_batch=True, correction_fn=corrections.truncated_token),
     ],
@@ -56,6 +60,20 @@ def test_distillation_over_more_than_the_sampled_token_needs_no_ratio():
         (presets.grpo(loss_fn=reinforce), (), 1, "reinforce does not read sampling_logprobs"),
         (presets.grpo(recompute_logprobs_per_batch=True), (), 2, "with recompute_logprobs_per_batch=True a ratio is"),
         (presets.grpo(recompute_logprobs_per_minibatch=True), (), 2, "with recompute_logprobs_per_minibatch=True"),
+        (
+            presets.grpo(
+                recompute_logprobs_per_batch=True, correction_fn=corrections.opsm, correction_config={"delta": 0.1}
+            ),
+            (),
+            2,
+            "with recompute_logprobs_per_batch=True a ratio is",
+        ),
+        (
+            presets.grpo(loss_fn=reinforce, correction_fn=corrections.opsm, correction_config={"delta": 0.1}),
+            (),
+            1,
+            "reinforce does not read sampling_logprobs",
+        ),
     ],
 )
 def test_others_are_refused_with_what_would_serve(algorithm, overrides, lag, complaint):
