@@ -2,9 +2,11 @@
 
 `(rewards_G) -> advantages_G`, both float64 of shape (G,); advantages may be a list of numbers too. An estimator that
 needs the whole batch is marked with `@batch_estimator` and maps a list of groups' rewards to a list of groups'
-advantages. Every estimator here with a baseline gives 0 to a group of one and to a group whose rewards are all equal:
-there is nothing to compare. Estimators that divide by a standard deviation treat rewards that differ by rounding only
-as equal (`all_equal`).
+advantages. One that needs more of a group than its rewards, such as lengths or reward parts, is marked with
+`@group_estimator` and receives a `JudgedGroup` in their place (some are in algorithm/group_estimators.py). With both
+marks it maps a list of `JudgedGroup` to a list of groups' advantages. Every estimator here with a baseline gives 0 to a
+group of one and to a group whose rewards are all equal: there is nothing to compare. Estimators that divide by a
+standard deviation treat rewards that differ by rounding only as equal (`all_equal`).
 """
 
 from __future__ import annotations
@@ -18,11 +20,12 @@ from typing import Any
 import numpy
 import torch
 
+from torchtitan_rl.algorithm.judged_group import JudgedGroup
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.types import RolloutGroup, is_float32
 
-__all__ = ["all_equal", "batch_estimator", "estimate_advantages", "estimator_for", "group_centered", "grpo"]
-__all__ += ["reinforce", "reinforce_pp_baseline", "rloo"]
+__all__ = ["all_equal", "batch_estimator", "estimate_advantages", "estimator_for", "group_centered", "group_estimator"]
+__all__ += ["grpo", "reinforce", "reinforce_pp_baseline", "rloo", "sees_batch", "sees_group"]
 
 NO_SPREAD = 1e-6
 """A spread of rewards up to this fraction of the largest absolute reward is rounding.
@@ -46,6 +49,12 @@ def all_equal(rewards: Sequence[float]) -> bool:
 def batch_estimator(function: Callable) -> Callable:
     """Marks an estimator that sees the whole batch: `(list of rewards_G) -> list of advantages_G`."""
     function.sees_batch = True  # type: ignore[attr-defined]  # a mark on the user's function
+    return function
+
+
+def group_estimator(function: Callable) -> Callable:
+    """Marks an estimator that sees more of a group than its rewards: `(JudgedGroup) -> advantages_G`."""
+    function.sees_group = True  # type: ignore[attr-defined]  # a mark on the user's function
     return function
 
 
@@ -108,9 +117,12 @@ def estimate_advantages(groups: list[RolloutGroup], config: AlgorithmConfig) -> 
         by_role.setdefault(group.rollouts[0].role, []).append(group)
     for role, of_role in by_role.items():
         advantage_fn = estimator_for(config, role)
-        rewards = [torch.tensor(group.rewards, dtype=torch.float64) for group in of_role]
-        sees_batch = _sees_batch(advantage_fn)
-        advantages = advantage_fn(rewards) if sees_batch else [advantage_fn(rewards_G) for rewards_G in rewards]
+        seen: list[Any]
+        if sees_group(advantage_fn):
+            seen = [JudgedGroup.of(group) for group in of_role]
+        else:
+            seen = [torch.tensor(group.rewards, dtype=torch.float64) for group in of_role]
+        advantages = advantage_fn(seen) if sees_batch(advantage_fn) else [advantage_fn(each) for each in seen]
         advantages = [_as_tensor(each) for each in advantages]
         if len(advantages) != len(of_role):
             raise ValueError(
@@ -164,6 +176,15 @@ def _setting(advantage_fn: Callable) -> str:
     return f"algorithm.advantage_fn={getattr(advantage_fn, '__name__', repr(advantage_fn))}"
 
 
-def _sees_batch(advantage_fn: Callable) -> bool:
-    bare = advantage_fn.func if isinstance(advantage_fn, functools.partial) else advantage_fn
-    return getattr(bare, "sees_batch", False)
+def sees_group(advantage_fn: Callable) -> bool:
+    """Whether an estimator, or the one that a partial fills in, is marked with `@group_estimator`."""
+    return getattr(_bare(advantage_fn), "sees_group", False)
+
+
+def sees_batch(advantage_fn: Callable) -> bool:
+    """Whether an estimator, or the one that a partial fills in, is marked with `@batch_estimator`."""
+    return getattr(_bare(advantage_fn), "sees_batch", False)
+
+
+def _bare(advantage_fn: Callable) -> Any:
+    return advantage_fn.func if isinstance(advantage_fn, functools.partial) else advantage_fn

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torchtitan_rl.algorithm import advantages, corrections, losses, reductions
+from torchtitan_rl.algorithm import advantages, corrections, group_estimators, losses, reductions
 from torchtitan_rl.config.algorithm import AlgorithmConfig, DistillConfig, FilterConfig
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "dr_grpo",
     "grpo",
     "gspo",
+    "opo",
     "ppo",
     "reinforce_pp_baseline",
     "rloo",
@@ -134,6 +135,19 @@ def rloo(**changes: Any) -> AlgorithmConfig:
         reduction=partial(reductions.constant_length, length=1.0),
     )
     return _changed("rloo", preset, changes)
+
+
+def opo(**changes: Any) -> AlgorithmConfig:
+    """OPO (arXiv:2505.23585): REINFORCE with each reward less the group's mean weighted by lengths, and a mean over the
+    batch's tokens. One optimizer step per batch, without a KL and without an entropy bonus.
+
+    Keep `tasks_per_minibatch=0`, `num_epochs=1` and `max_policy_lag=0`, the defaults: the paper's training is exactly
+    on-policy.
+    """
+    preset = AlgorithmConfig(
+        advantage_fn=group_estimators.opo, loss_fn=losses.importance_sampling, reduction=reductions.token_mean
+    )
+    return _changed("opo", preset, changes)
 
 
 def ppo(**changes: Any) -> AlgorithmConfig:

@@ -150,7 +150,7 @@ class AlgorithmConfig:
     agree."""
     advantage_fn: Callable | dict[str, Callable] = field(default_factory=_default_advantage_fn)
     """`(rewards_G) -> advantages_G`, or a dictionary from a workflow's roles to such functions; see
-    algorithm/advantages.py."""
+    algorithm/advantages.py, and algorithm/group_estimators.py for those that see lengths and reward parts."""
     precomputed_advantages: Literal["auto", "require", "ignore"] = "auto"
     """How to treat advantages that turns carry. `auto`: use the advantages of a group in which every turn carries valid
     ones. `require`: raise ValueError for any other group. `ignore`: always call `advantage_fn`."""

@@ -9,7 +9,7 @@ from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.config.resolve import function_name
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.health.siblings import compares_siblings
-from torchtitan_rl.types import Rollout, RolloutGroup, Task
+from torchtitan_rl.validation.functions import made_up_group
 
 __all__ = ["check_batches"]
 
@@ -44,11 +44,7 @@ def _check_group_of_one(config: RunConfig) -> None:
     algorithm = config.algorithm
     if algorithm.group_size != 1 or not compares_siblings(config) or isinstance(algorithm.advantage_fn, dict):
         return
-    task = Task(id="probe", prompt="")
-    groups = [
-        RolloutGroup(id=f"probe/{i}", rollouts=[Rollout(id=f"probe/{i}/0", task=task, turns=[], reward=float(i))])
-        for i in range(3)
-    ]
+    groups = [made_up_group(f"probe/{i}", [float(i)]) for i in range(3)]
     estimate_advantages(groups, algorithm)
     if not any(advantage for group in groups for advantage in group.advantages or ()):
         raise ValueError(

@@ -59,6 +59,12 @@ def reinforce_pp_baseline(groups):
     return [[(a - mean(everything)) / std(everything) for a in group] for group in centered]
 
 
+def opo(rewards, lengths):
+    """OPO: A_i = r_i - sum of l_j r_j / sum of l_j."""
+    baseline = math.fsum(length * reward for length, reward in zip(lengths, rewards)) / math.fsum(lengths)
+    return [reward - baseline for reward in rewards]
+
+
 # Losses of a batch of sequences: `weight`, `mask`, `policy`, `old`, `advantage` per token.
 
 

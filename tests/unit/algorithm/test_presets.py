@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchtitan_rl.algorithm import advantages, corrections, losses, presets, reductions
+from torchtitan_rl.algorithm import advantages, corrections, group_estimators, losses, presets, reductions
 from torchtitan_rl.config.algorithm import AlgorithmConfig, DistillConfig, FilterConfig
 from torchtitan_rl.config.load import load_config
 from torchtitan_rl.config.model import ModelConfig
@@ -29,6 +29,7 @@ PRESETS = {  # name: (config, role that the run brings)
     "dr_grpo": (presets.dr_grpo(length=12), ""),
     "gspo": (presets.gspo(), ""),
     "cispo": (presets.cispo(), ""),
+    "opo": (presets.opo(), ""),
     "rloo": (presets.rloo(), ""),
     "ppo": (presets.ppo(), "critic"),
     "reinforce_pp_baseline": (presets.reinforce_pp_baseline(), ""),
@@ -57,6 +58,7 @@ def test_a_preset_is_accepted_on_the_quickstarts_task(name):
         ("dapo", advantages.grpo, losses.ppo, {"clip_low": 0.2, "clip_high": 0.28}, reductions.token_mean),
         ("gspo", advantages.grpo, losses.gspo, {"clip_low": 3e-4, "clip_high": 4e-4}, reductions.sequence_mean),
         ("cispo", advantages.grpo, losses.cispo, {"clip_low": 1.0, "clip_high": 4.0}, reductions.token_mean),
+        ("opo", group_estimators.opo, losses.importance_sampling, {}, reductions.token_mean),
         (
             "reinforce_pp_baseline",
             advantages.reinforce_pp_baseline,

@@ -7,7 +7,8 @@ import pytest
 
 from tests.kit.refusal import refusal
 from torchtitan_rl.algorithm import corrections, losses, reductions
-from torchtitan_rl.algorithm.advantages import grpo, reinforce, reinforce_pp_baseline, rloo
+from torchtitan_rl.algorithm.advantages import group_estimator, grpo, reinforce, reinforce_pp_baseline, rloo
+from torchtitan_rl.algorithm.group_estimators import opo
 from torchtitan_rl.config.algorithm import AlgorithmConfig, ScheduleConfig
 from torchtitan_rl.config.meshes import GeneratorConfig
 from torchtitan_rl.config.model import ModelConfig
@@ -245,6 +246,23 @@ def two_arguments(rewards_G, groups):
 )
 def test_an_estimator_that_is_not_one(estimator, message):
     assert message in refused(advantage_fn=estimator)
+
+
+@group_estimator
+def asks_for_a_part(group):
+    return group.part("exact") - group.lengths_G.mean() + len(group.rollouts[0].turns)
+
+
+@group_estimator
+def takes_it_for_rewards(group):
+    return group - group.mean()
+
+
+def test_an_estimator_of_groups_is_tried_with_lengths_and_any_part():
+    check(run(advantage_fn=asks_for_a_part))
+    check(run(advantage_fn={"solver": opo, "judge": asks_for_a_part}))
+    said = refused(advantage_fn=takes_it_for_rewards)
+    assert said.startswith("algorithm.advantage_fn: raised AttributeError: 'JudgedGroup' object has no attribute")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,143 @@
+"""Estimators that see lengths and reward parts, by hand, against their formulas and against other projects' code."""
+
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.kit.rollouts import group, rollout, turn
+from tests.unit.algorithm import reference
+from torchtitan_rl.algorithm.advantages import batch_estimator, estimate_advantages, group_estimator
+from torchtitan_rl.algorithm.group_estimators import opo
+from torchtitan_rl.algorithm.judged_group import JudgedGroup
+from torchtitan_rl.config.algorithm import AlgorithmConfig
+
+
+def played(rewards, lengths, parts=None, *, id="0/0"):
+    """A group of rollouts of one turn; `parts` is a list with the reward parts of each rollout."""
+    return group(
+        *(
+            rollout(
+                f"{id}/{i}",
+                turn([1], [2] * length),
+                reward=reward,
+                reward_parts=dict(parts[i]) if parts is not None else {},
+            )
+            for i, (reward, length) in enumerate(zip(rewards, lengths, strict=True))
+        ),
+        id=id,
+    )
+
+
+def of_groups(estimator, *groups):
+    """Advantages of groups, through the function that training uses."""
+    estimate_advantages(list(groups), AlgorithmConfig(advantage_fn=estimator))
+    return [group.advantages for group in groups]
+
+
+def test_a_group_estimator_sees_lengths_over_all_turns_and_parts():
+    seen = []
+
+    @group_estimator
+    def looks(judged, *, factor):
+        seen.append(judged)
+        return factor * judged.rewards_G
+
+    two = rollout("a", turn([1], [2, 3, 4]), turn([9], [5, 6]), reward=2.0, reward_parts={"exact": 1.0, "form": 0.5})
+    other = rollout("b", turn([1], [7]), reward=-1.0, reward_parts={"exact": 0.0})
+    assert of_groups(functools.partial(looks, factor=2.0), group(two, other)) == [[4.0, -2.0]]
+    (judged,) = seen
+    assert judged.rewards_G.tolist() == [2.0, -1.0] and judged.lengths_G.tolist() == [5.0, 1.0]
+    assert judged.rewards_G.dtype == judged.lengths_G.dtype == torch.float64
+    assert judged.rollouts == (two, other) and judged.id == "0/0"
+    assert judged.part_names == ["exact"] and judged.part("exact").tolist() == [1.0, 0.0]
+    with pytest.raises(ValueError) as caught:
+        judged.part("form")
+    assert str(caught.value) == (
+        "reward part 'form': rollout b has 'exact'; let the reward return (rewards, parts) with this part for every "
+        "completion"
+    )
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        judged.id = "other"
+
+
+def test_both_marks_see_the_groups_of_a_batch():
+    @batch_estimator
+    @group_estimator
+    def against_the_longest(groups):
+        longest = max(float(judged.lengths_G.max()) for judged in groups)
+        return [judged.lengths_G / longest for judged in groups]
+
+    assert of_groups(against_the_longest, played([0.0, 0.0], [1, 2]), played([0.0], [4])) == [[0.25, 0.5], [1.0]]
+
+
+def test_opo_weighs_the_baseline_by_length():
+    # (1 x 3 + 0 x 1) / 4 = 0.75.
+    assert of_groups(opo, played([1.0, 0.0], [3, 1])) == [[0.25, -0.75]]
+    assert of_groups(opo, played([1.0, 0.0], [2, 2])) == [[0.5, -0.5]]  # equal lengths: the plain mean
+
+
+def test_opo_of_one_of_equal_rewards_and_of_empty_completions():
+    assert of_groups(opo, played([0.7], [3]), played([0.5] * 3, [1, 2, 5])) == [[0.0], [0.0] * 3]
+    assert of_groups(opo, played([1.0, 0.0], [0, 0]), played([1.0, 0.0], [0, 4])) == [[0.5, -0.5], [1.0, 0.0]]
+
+
+judged_rewards = st.lists(
+    st.tuples(st.floats(-10, 10).map(lambda x: round(x, 3)), st.integers(1, 40)), min_size=1, max_size=8
+)
+
+
+@settings(deadline=None, derandomize=True)
+@given(pairs=judged_rewards)
+def test_opo_is_its_formula(pairs):
+    rewards, lengths = zip(*pairs)
+    (ours,) = of_groups(opo, played(rewards, lengths))
+    assert ours == pytest.approx(reference.opo(rewards, lengths), rel=1e-10, abs=1e-10)
+
+
+def opo_of_verl(rewards, lengths):
+    """verl/trainer/ppo/core_algos.py, compute_opo_outcome_advantage, before it is spread over tokens: a group of one
+    has the baseline 0."""
+    if len(rewards) == 1:
+        return rewards
+    return rewards - (lengths * rewards).sum() / lengths.sum()
+
+
+def test_opo_is_verls_but_for_a_group_of_one():
+    rng = np.random.default_rng(0)
+    for size in (2, 3, 8, 16):
+        rewards, lengths = rng.normal(size=size), rng.integers(1, 50, size)
+        (ours,) = of_groups(opo, played(rewards.tolist(), lengths.tolist()))
+        assert ours == pytest.approx(opo_of_verl(rewards, lengths).tolist(), rel=1e-12, abs=1e-14)
+    assert opo_of_verl(np.array([0.7]), np.array([3])).tolist() == [0.7]
+
+
+@pytest.mark.parametrize("estimator", [opo])
+@settings(deadline=None, derandomize=True, max_examples=40)
+@given(groups=st.lists(judged_rewards, min_size=1, max_size=4), random=st.randoms(use_true_random=False))
+def test_the_order_of_rollouts_and_groups_changes_no_advantage(estimator, groups, random):
+    def advantages(groups):
+        made = [
+            played(*zip(*pairs), [{"a": reward, "b": -length} for reward, length in pairs], id=f"0/{i}")
+            for i, pairs in enumerate(groups)
+        ]
+        return of_groups(estimator, *made)
+
+    before = advantages(groups)
+    orders = [random.sample(range(len(pairs)), len(pairs)) for pairs in groups]
+    shuffled = advantages([[pairs[i] for i in order] for pairs, order in zip(groups, orders, strict=True)])
+    for row, order, was in zip(shuffled, orders, before, strict=True):
+        assert row == pytest.approx([was[i] for i in order], rel=1e-9, abs=1e-9)
+    for row, was in zip(advantages(groups[::-1]), reversed(before), strict=True):
+        assert row == pytest.approx(was, rel=1e-9, abs=1e-9)
+
+
+def test_masked_rollouts_count_in_their_group():
+    judged = played([1.0, 0.0], [3, 1])
+    judged.rollouts[0].masked = True
+    assert of_groups(opo, judged) == [[0.25, -0.75]]
+    assert JudgedGroup.of(judged).lengths_G.tolist() == [3.0, 1.0]
