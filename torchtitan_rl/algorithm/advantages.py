@@ -25,7 +25,7 @@ from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.types import RolloutGroup, is_float32
 
 __all__ = ["all_equal", "batch_estimator", "estimate_advantages", "estimator_for", "group_centered", "group_estimator"]
-__all__ += ["grpo", "reinforce", "reinforce_pp_baseline", "rloo", "sees_batch", "sees_group"]
+__all__ += ["grpo", "pass_at_k", "reinforce", "reinforce_pp_baseline", "rloo", "sees_batch", "sees_group"]
 
 NO_SPREAD = 1e-6
 """A spread of rewards up to this fraction of the largest absolute reward is rounding.
@@ -82,6 +82,29 @@ def rloo(rewards_G: torch.Tensor) -> torch.Tensor:
     if num_siblings == 0:
         return torch.zeros_like(rewards_G)
     return rewards_G - (rewards_G.sum() - rewards_G) / num_siblings
+
+
+def pass_at_k(rewards_G: torch.Tensor, *, k: int, correct: float = 1.0) -> torch.Tensor:
+    """How much a rollout adds to the chance that one of k rollouts is right (Pass@k training, arXiv:2508.10751).
+
+    A rollout is right with a reward of at least `correct`. Each of the C(G, k) subsets of k rollouts has the reward 1
+    if one of its rollouts is right, else 0. A rollout's advantage is the mean reward of the subsets with it, less the
+    mean over all subsets, divided by the standard deviation over all subsets; closed form (section 2.4). 0 where all
+    subsets have the same reward, and for a group smaller than k. With k = 1 and rewards of 0 and 1 this is `grpo`.
+    Raises ValueError for a k below 1.
+    """
+    if k < 1 or k != int(k):
+        raise ValueError(f"k={k}: is no number of rollouts; use 2 or more, fewer than algorithm.group_size")
+    size, is_right_G = len(rewards_G), rewards_G >= correct
+    num_wrong = size - int(is_right_G.sum())
+    all_wrong = math.comb(num_wrong, k) / math.comb(size, k) if k <= size else 0.0
+    std = math.sqrt(all_wrong * (1 - all_wrong))
+    if std == 0:
+        return torch.zeros_like(rewards_G)
+    all_siblings_wrong = math.comb(num_wrong - 1, k - 1) / math.comb(size - 1, k - 1)
+    right = rewards_G.new_tensor(all_wrong / std)
+    wrong = rewards_G.new_tensor((all_wrong - all_siblings_wrong) / std)
+    return torch.where(is_right_G, right, wrong)
 
 
 def reinforce(rewards_G: torch.Tensor) -> torch.Tensor:

@@ -36,6 +36,7 @@ __all__ = [
     "grpo",
     "gspo",
     "opo",
+    "pass_at_k",
     "ppo",
     "reinforce_pp_baseline",
     "rloo",
@@ -148,6 +149,22 @@ def opo(**changes: Any) -> AlgorithmConfig:
         advantage_fn=group_estimators.opo, loss_fn=losses.importance_sampling, reduction=reductions.token_mean
     )
     return _changed("opo", preset, changes)
+
+
+def pass_at_k(*, k: int, **changes: Any) -> AlgorithmConfig:
+    """Pass@k training (arXiv:2508.10751): what a rollout adds to the chance that one of `k` is right, and of DAPO the
+    higher upper clip and the mean over the batch's tokens.
+
+    `k` is smaller than `group_size`. A rollout is right with a reward of 1 or more; for another bound give
+    `advantage_fn=partial(advantages.pass_at_k, k=..., correct=...)`.
+    """
+    preset = AlgorithmConfig(
+        advantage_fn=partial(advantages.pass_at_k, k=k),
+        loss_fn=losses.ppo,
+        loss_config={"clip_low": 0.2, "clip_high": 0.28},
+        reduction=reductions.token_mean,
+    )
+    return _changed("pass_at_k", preset, changes)
 
 
 def ppo(**changes: Any) -> AlgorithmConfig:

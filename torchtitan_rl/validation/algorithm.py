@@ -28,7 +28,10 @@ def check_algorithm(config: RunConfig) -> None:
     _check_schedule("supervised.schedule", config.supervised.schedule)
     estimators = algorithm.advantage_fn if isinstance(algorithm.advantage_fn, dict) else {"": algorithm.advantage_fn}
     for role, estimator in estimators.items():
-        _check_function(f"algorithm.advantage_fn{role and '.' + role}", estimator, advantages)
+        where = f"algorithm.advantage_fn{role and '.' + role}"
+        _check_function(where, estimator, advantages)
+        if isinstance(estimator, partial) and estimator.func is advantages.pass_at_k:
+            _check_subsets(where, estimator.keywords.get("k", 0), algorithm)
     functions = {"loss_fn": losses, "critic_loss_fn": losses, "reduction": reductions}
     if algorithm.correction_fn is not None:
         functions["correction_fn"] = corrections
@@ -231,6 +234,15 @@ def _check_arguments(name: str, function: Callable, arguments: dict[str, float])
             raise ValueError(
                 f"algorithm.{name}_config.{argument}={value}: {function_name(function)} has no such argument; {hint}"
             )
+
+
+def _check_subsets(where: str, k: int, algorithm: AlgorithmConfig) -> None:
+    """Raises ValueError for subsets of k rollouts that a group of `group_size` has none of, or a single one."""
+    if k >= algorithm.group_size and algorithm.trajectory_grouping_hook is None:
+        raise ValueError(
+            f"{where}=pass_at_k(k={k}): compares subsets of {k} rollouts, and algorithm.group_size="
+            f"{algorithm.group_size} has at most one; use a smaller k, or larger groups"
+        )
 
 
 def _check_schedule(where: str, schedule: ScheduleConfig) -> None:

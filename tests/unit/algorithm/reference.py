@@ -4,6 +4,7 @@ Written from the formulas, not from the package: nothing of it is imported here.
 dict of equally long lists; `mask` is true where the policy produced the token, `weight` is the token's share of a mean.
 """
 
+import itertools
 import math
 
 import numpy as np
@@ -63,6 +64,19 @@ def opo(rewards, lengths):
     """OPO: A_i = r_i - sum of l_j r_j / sum of l_j."""
     baseline = math.fsum(length * reward for length, reward in zip(lengths, rewards)) / math.fsum(lengths)
     return [reward - baseline for reward in rewards]
+
+
+def pass_at_k(rewards, k, correct=1.0):
+    """Pass@k training: the mean reward of the subsets of k rollouts with rollout i, less that of all subsets, over the
+    standard deviation of all subsets; every subset is looked at. 0 where there is none, or where all are alike."""
+    subsets = list(itertools.combinations(range(len(rewards)), k))
+    rewarded = [float(any(rewards[i] >= correct for i in subset)) for subset in subsets]
+    if not subsets or len(set(rewarded)) == 1:
+        return [0.0] * len(rewards)
+    return [
+        (mean([r for subset, r in zip(subsets, rewarded) if i in subset]) - mean(rewarded)) / std(rewarded)
+        for i in range(len(rewards))
+    ]
 
 
 # Losses of a batch of sequences: `weight`, `mask`, `policy`, `old`, `advantage` per token.

@@ -30,6 +30,7 @@ PRESETS = {  # name: (config, role that the run brings)
     "gspo": (presets.gspo(), ""),
     "cispo": (presets.cispo(), ""),
     "opo": (presets.opo(), ""),
+    "pass_at_k": (presets.pass_at_k(k=4), ""),
     "rloo": (presets.rloo(), ""),
     "ppo": (presets.ppo(), "critic"),
     "reinforce_pp_baseline": (presets.reinforce_pp_baseline(), ""),
@@ -82,6 +83,14 @@ def test_constant_lengths():
         [pytest.approx(1 / 24)],
     ]
     assert [w.unique().tolist() for w in presets.rloo().reduction(masks, [0, 0])] == [[0.5], [0.5]]
+
+
+def test_pass_at_k_has_its_k():
+    rewards = torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0], dtype=torch.float64)
+    for k in (2, 3):
+        of_preset = presets.pass_at_k(k=k).advantage_fn(rewards)
+        assert of_preset.tolist() == advantages.pass_at_k(rewards, k=k).tolist()
+    assert presets.pass_at_k(k=2).loss_config == {"clip_low": 0.2, "clip_high": 0.28}
 
 
 def test_a_change_sets_a_field():

@@ -7,7 +7,7 @@ import pytest
 
 from tests.kit.refusal import refusal
 from torchtitan_rl.algorithm import corrections, losses, reductions
-from torchtitan_rl.algorithm.advantages import group_estimator, grpo, reinforce, reinforce_pp_baseline, rloo
+from torchtitan_rl.algorithm.advantages import group_estimator, grpo, pass_at_k, reinforce, reinforce_pp_baseline, rloo
 from torchtitan_rl.algorithm.group_estimators import opo
 from torchtitan_rl.config.algorithm import AlgorithmConfig, ScheduleConfig
 from torchtitan_rl.config.meshes import GeneratorConfig
@@ -246,6 +246,29 @@ def two_arguments(rewards_G, groups):
 )
 def test_an_estimator_that_is_not_one(estimator, message):
     assert message in refused(advantage_fn=estimator)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "message"),
+    [
+        (
+            functools.partial(pass_at_k, k=8),
+            "algorithm.advantage_fn=pass_at_k(k=8): compares subsets of 8 rollouts, and algorithm.group_size=8 has at "
+            "most one; use a smaller k, or larger groups",
+        ),
+        (
+            {"solver": grpo, "judge": functools.partial(pass_at_k, k=9)},
+            "algorithm.advantage_fn.judge=pass_at_k(k=9): compares subsets of 9 rollouts",
+        ),
+        (functools.partial(pass_at_k, k=0), "k=0: is no number of rollouts"),
+        (pass_at_k, "missing 1 required keyword-only argument: 'k'"),
+    ],
+)
+def test_subsets_that_a_group_does_not_have(estimator, message):
+    assert message in refused(advantage_fn=estimator)
+    check(run(advantage_fn=functools.partial(pass_at_k, k=7)))
+    hook = lambda rollouts, config: []  # noqa: E731  # groups of any size
+    check(run(advantage_fn=functools.partial(pass_at_k, k=9), trajectory_grouping_hook=hook))
 
 
 @group_estimator
