@@ -1,17 +1,22 @@
 """Advantage estimators that see more of a group than its rewards: lengths, reward parts.
 
+`length_rewarded` and `length_discounted` change rewards by length within the group, then call an estimator of rewards:
+`partial(length_rewarded, weight=0.5, estimator=rloo)`.
+
 Each maps a `JudgedGroup` to one advantage per rollout, float64 of shape (G,). Arguments are filled in with
 `functools.partial`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from torchtitan_rl.algorithm.advantages import group_estimator
+from torchtitan_rl.algorithm.advantages import group_estimator, grpo, rloo, sees_batch, sees_group
 from torchtitan_rl.algorithm.judged_group import JudgedGroup
 
-__all__ = ["opo"]
+__all__ = ["length_discounted", "length_rewarded", "opo"]
 
 
 @group_estimator
@@ -25,3 +30,56 @@ def opo(group: JudgedGroup) -> torch.Tensor:
     if total == 0:
         return group.rewards_G - group.rewards_G.mean()
     return group.rewards_G - (group.lengths_G / total * group.rewards_G).sum()
+
+
+@group_estimator
+def length_rewarded(
+    group: JudgedGroup, *, weight: float, correct: float = 1.0, estimator: Callable = grpo
+) -> torch.Tensor:
+    """`estimator` of each reward plus `weight` times a reward for being short (Kimi k1.5, arXiv:2501.12599, section
+    2.3.3): 1/2 - (l_i - shortest) / (longest - shortest) for a right rollout, at most 0 for a wrong one.
+
+    Shortest and longest are those of the whole group; in a group of equal lengths the length reward is 0. A rollout is
+    right with a reward of at least `correct`. Raises ValueError for a weight that is not above 0, and for an estimator
+    that sees more than a group's rewards.
+    """
+    if not 0 < weight < float("inf"):
+        raise ValueError(f"weight={weight}: is no weight of a length reward; use a number above 0, such as 0.5")
+    _check_estimator(estimator)
+    shortest, longest = group.lengths_G.min(), group.lengths_G.max()
+    if shortest == longest:
+        return estimator(group.rewards_G)
+    short_G = 0.5 - (group.lengths_G - shortest) / (longest - shortest)
+    is_right_G = group.rewards_G >= correct
+    return estimator(group.rewards_G + weight * torch.where(is_right_G, short_G, short_G.clamp(max=0)))
+
+
+@group_estimator
+def length_discounted(
+    group: JudgedGroup, *, alpha: float, correct: float = 1.0, estimator: Callable = rloo
+) -> torch.Tensor:
+    """`estimator` of rewards of which a right rollout loses a share that grows with its length among the right ones
+    (Arora and Zanette, arXiv:2502.04463): r_i (1 - alpha sigmoid((l_i - mean) / std)).
+
+    Mean and population standard deviation are over the lengths of the right rollouts; where these are all equal the
+    sigmoid is 1/2. A rollout is right with a reward of at least `correct`; a wrong one keeps its reward. Raises
+    ValueError for an alpha outside of 0 to 1, and for an estimator that sees more than a group's rewards.
+    """
+    if not 0 < alpha < 1:
+        raise ValueError(f"alpha={alpha}: is no share of a reward; use a number between 0 and 1, such as 0.1")
+    _check_estimator(estimator)
+    is_right_G = group.rewards_G >= correct
+    if not is_right_G.any():
+        return estimator(group.rewards_G)
+    of_right = group.lengths_G[is_right_G]
+    spread = of_right.std(correction=0)
+    relative_G = (group.lengths_G - of_right.mean()) / (spread if of_right.max() > of_right.min() else 1.0)
+    relative_G = torch.where(is_right_G, relative_G, 0.0)
+    return estimator(torch.where(is_right_G, group.rewards_G * (1 - alpha * relative_G.sigmoid()), group.rewards_G))
+
+
+def _check_estimator(estimator: Callable) -> None:
+    if not callable(estimator) or sees_batch(estimator) or sees_group(estimator):
+        raise ValueError(
+            f"estimator={estimator!r}: is not an estimator of one group's rewards; give one such as grpo or rloo"
+        )

@@ -66,6 +66,28 @@ def opo(rewards, lengths):
     return [reward - baseline for reward in rewards]
 
 
+def length_rewarded(rewards, lengths, weight, correct=1.0):
+    """Kimi k1.5: r_i + weight x (1/2 - (l_i - min l) / (max l - min l)), at most r_i for a wrong rollout."""
+    if min(lengths) == max(lengths):
+        return list(rewards)
+    short = [0.5 - (length - min(lengths)) / (max(lengths) - min(lengths)) for length in lengths]
+    return [
+        reward + weight * (bonus if reward >= correct else min(0.0, bonus)) for reward, bonus in zip(rewards, short)
+    ]
+
+
+def length_discounted(rewards, lengths, alpha, correct=1.0):
+    """Arora and Zanette: r_i (1 - alpha sigmoid((l_i - mean) / std)) for a right rollout, over the right ones."""
+    of_right = [length for reward, length in zip(rewards, lengths) if reward >= correct]
+    discounted = []
+    for reward, length in zip(rewards, lengths):
+        if reward >= correct:
+            relative = (length - mean(of_right)) / std(of_right) if len(set(of_right)) > 1 else 0.0
+            reward *= 1 - alpha / (1 + math.exp(-relative))
+        discounted.append(reward)
+    return discounted
+
+
 def pass_at_k(rewards, k, correct=1.0):
     """Pass@k training: the mean reward of the subsets of k rollouts with rollout i, less that of all subsets, over the
     standard deviation of all subsets; every subset is looked at. 0 where there is none, or where all are alike."""

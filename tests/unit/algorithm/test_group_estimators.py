@@ -11,8 +11,16 @@ from hypothesis import strategies as st
 
 from tests.kit.rollouts import group, rollout, turn
 from tests.unit.algorithm import reference
-from torchtitan_rl.algorithm.advantages import batch_estimator, estimate_advantages, group_estimator
-from torchtitan_rl.algorithm.group_estimators import opo
+from torchtitan_rl.algorithm.advantages import (
+    batch_estimator,
+    estimate_advantages,
+    group_centered,
+    group_estimator,
+    grpo,
+    reinforce,
+    reinforce_pp_baseline,
+)
+from torchtitan_rl.algorithm.group_estimators import length_discounted, length_rewarded, opo
 from torchtitan_rl.algorithm.judged_group import JudgedGroup
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 
@@ -116,7 +124,107 @@ def test_opo_is_verls_but_for_a_group_of_one():
     assert opo_of_verl(np.array([0.7]), np.array([3])).tolist() == [0.7]
 
 
-@pytest.mark.parametrize("estimator", [opo])
+SHORT = functools.partial(length_rewarded, weight=0.5, correct=0.0)
+BRIEF = functools.partial(length_discounted, alpha=0.4, correct=0.0)
+
+
+def test_a_reward_for_being_short_by_hand():
+    judged = played([1.0, 1.0, 0.0, 0.0], [10, 20, 10, 30])
+    # Lengths as shares of the way from 10 to 30: 0, 1/2, 0, 1. Right: 1/2 and 0. Wrong: never above 0, so 0 and -1/2.
+    shaped = functools.partial(length_rewarded, weight=0.5, estimator=reinforce)
+    assert of_groups(shaped, judged) == [[1.25, 1.0, 0.0, -0.25]]
+    centred = functools.partial(length_rewarded, weight=0.5, estimator=group_centered)
+    assert of_groups(centred, judged) == [[0.75, 0.5, -0.5, -0.75]]
+    assert judged.rewards == [1.0, 1.0, 0.0, 0.0]  # what is recorded stays the reward
+
+
+def test_a_discount_by_length_by_hand():
+    # Right ones have 10 and 30 tokens: mean 20, deviation 10, so a sigmoid of -1 and of 1. Wrong ones lose nothing.
+    judged = played([1.0, 1.0, 0.0, 0.5], [10, 30, 500, 2])
+    shaped = functools.partial(length_discounted, alpha=0.5, estimator=reinforce)
+    high = 1 / (1 + np.exp(-1.0))
+    assert of_groups(shaped, judged)[0] == pytest.approx([1 - 0.5 * (1 - high), 1 - 0.5 * high, 0.0, 0.5], rel=1e-14)
+
+
+def test_equal_lengths_and_no_right_rollout():
+    equal = played([1.0, 0.0, 1.0], [7, 7, 7])
+    assert of_groups(functools.partial(length_rewarded, weight=0.5), equal) == [grpo(as_tensor([1.0, 0, 1])).tolist()]
+    half = functools.partial(length_discounted, alpha=0.5, estimator=reinforce)
+    assert of_groups(half, equal) == [[0.75, 0.0, 0.75]]
+    wrong = played([0.0, 0.5], [3, 9])
+    assert of_groups(half, wrong) == [[0.0, 0.5]]
+    for estimator in (functools.partial(length_rewarded, weight=0.5), functools.partial(length_discounted, alpha=0.5)):
+        assert of_groups(estimator, played([1.0], [4]), played([0.0], [4])) == [[0.0], [0.0]]
+
+
+def as_tensor(numbers):
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
+@settings(deadline=None, derandomize=True)
+@given(pairs=judged_rewards, correct=st.sampled_from([-1.0, 0.0, 1.0]))
+def test_shaped_rewards_are_their_formulas(pairs, correct):
+    rewards, lengths = zip(*pairs)
+    judged = played(rewards, lengths)
+    short = functools.partial(length_rewarded, weight=0.3, correct=correct, estimator=reinforce)
+    expected = reference.length_rewarded(rewards, lengths, 0.3, correct)
+    assert of_groups(short, judged)[0] == pytest.approx(expected, rel=1e-10, abs=1e-10)
+    brief = functools.partial(length_discounted, alpha=0.3, correct=correct, estimator=reinforce)
+    expected = reference.length_discounted(rewards, lengths, 0.3, correct)
+    assert of_groups(brief, judged)[0] == pytest.approx(expected, rel=1e-10, abs=1e-10)
+
+
+def len_reward_of_open_r1(lengths, is_right):
+    """open-r1, src/open_r1/rewards.py, len_reward, which counts characters."""
+    shortest, longest = min(lengths), max(lengths)
+    if shortest == longest:
+        return [0.0] * len(lengths)
+    shares = [0.5 - (length - shortest) / (longest - shortest) for length in lengths]
+    return [share if right else min(0, share) for share, right in zip(shares, is_right)]
+
+
+def reward_of_efficient_reasoning(lengths, is_right, alpha):
+    """Zanette-Labs/efficient-reasoning, math_server.py, reward_type="sigmoid": 1e-7 beside the deviation."""
+    of_right = [length for length, right in zip(lengths, is_right) if right]
+    relative = [(length - np.mean(of_right)) / (np.std(of_right) + 1e-7) for length in lengths]
+    return [right * (1 - alpha / (1 + np.exp(-x))) for x, right in zip(relative, is_right)]
+
+
+def test_shaped_rewards_are_those_of_the_projects():
+    rng = np.random.default_rng(1)
+    for size in (2, 5, 16):
+        lengths, is_right = rng.integers(1, 200, size).tolist(), rng.integers(0, 2, size).astype(float).tolist()
+        is_right[0] = 1.0
+        judged = played(is_right, lengths)
+        ours = of_groups(functools.partial(length_rewarded, weight=1.0, estimator=reinforce), judged)[0]
+        theirs = len_reward_of_open_r1(lengths, is_right)
+        assert ours == pytest.approx([r + x for r, x in zip(is_right, theirs)], rel=1e-12)
+        ours = of_groups(functools.partial(length_discounted, alpha=0.4, estimator=reinforce), judged)[0]
+        assert ours == pytest.approx(reward_of_efficient_reasoning(lengths, is_right, 0.4), rel=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "message"),
+    [
+        (functools.partial(length_rewarded, weight=0.0), "weight=0.0: is no weight of a length reward; use a number"),
+        (functools.partial(length_rewarded, weight=float("nan")), "weight=nan: is no weight"),
+        (functools.partial(length_discounted, alpha=1.0), "alpha=1.0: is no share of a reward; use a number between"),
+        (functools.partial(length_discounted, alpha=0.0), "alpha=0.0: is no share of a reward"),
+        (functools.partial(length_rewarded, weight=1.0, estimator=opo), "is not an estimator of one group's rewards"),
+        (
+            functools.partial(length_discounted, alpha=0.1, estimator=reinforce_pp_baseline),
+            "is not an estimator of one group's rewards; give one such as grpo or rloo",
+        ),
+        (functools.partial(length_discounted, alpha=0.1, estimator="rloo"), "estimator='rloo': is not an estimator"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(estimator, message):
+    with pytest.raises(ValueError) as caught:
+        of_groups(estimator, played([1.0, 0.0], [3, 4]))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("estimator", [opo, SHORT, BRIEF])
 @settings(deadline=None, derandomize=True, max_examples=40)
 @given(groups=st.lists(judged_rewards, min_size=1, max_size=4), random=st.randoms(use_true_random=False))
 def test_the_order_of_rollouts_and_groups_changes_no_advantage(estimator, groups, random):

@@ -8,7 +8,7 @@ import pytest
 from tests.kit.refusal import refusal
 from torchtitan_rl.algorithm import corrections, losses, reductions
 from torchtitan_rl.algorithm.advantages import group_estimator, grpo, pass_at_k, reinforce, reinforce_pp_baseline, rloo
-from torchtitan_rl.algorithm.group_estimators import opo
+from torchtitan_rl.algorithm.group_estimators import length_discounted, length_rewarded, opo
 from torchtitan_rl.config.algorithm import AlgorithmConfig, ScheduleConfig
 from torchtitan_rl.config.meshes import GeneratorConfig
 from torchtitan_rl.config.model import ModelConfig
@@ -284,6 +284,11 @@ def takes_it_for_rewards(group):
 def test_an_estimator_of_groups_is_tried_with_lengths_and_any_part():
     check(run(advantage_fn=asks_for_a_part))
     check(run(advantage_fn={"solver": opo, "judge": asks_for_a_part}))
+    check(run(advantage_fn=functools.partial(length_rewarded, weight=0.5)))
+    check(run(advantage_fn=functools.partial(length_discounted, alpha=0.1, estimator=grpo)))
+    assert refused(advantage_fn=functools.partial(length_rewarded, weight=-1.0)) == (
+        "algorithm.advantage_fn: weight=-1.0: is no weight of a length reward; use a number above 0, such as 0.5"
+    )
     said = refused(advantage_fn=takes_it_for_rewards)
     assert said.startswith("algorithm.advantage_fn: raised AttributeError: 'JudgedGroup' object has no attribute")
 
