@@ -24,8 +24,18 @@ from torchtitan_rl.algorithm.judged_group import JudgedGroup
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.types import RolloutGroup, is_float32
 
-__all__ = ["all_equal", "batch_estimator", "estimate_advantages", "estimator_for", "group_centered", "group_estimator"]
-__all__ += ["grpo", "pass_at_k", "reinforce", "reinforce_pp_baseline", "rloo", "sees_batch", "sees_group"]
+__all__ = ["all_equal", "batch_estimator", "divided_by_std", "estimate_advantages", "estimator_for", "estimators_of"]
+__all__ += [
+    "group_centered",
+    "group_estimator",
+    "grpo",
+    "pass_at_k",
+    "reinforce",
+    "reinforce_pp_baseline",
+    "rloo",
+    "sees_batch",
+    "sees_group",
+]
 
 NO_SPREAD = 1e-6
 """A spread of rewards up to this fraction of the largest absolute reward is rounding.
@@ -119,7 +129,11 @@ def reinforce_pp_baseline(rewards: list[torch.Tensor]) -> list[torch.Tensor]:
     The centred rewards of the batch have mean 0 already, so whitening divides by their population standard deviation
     over rollouts. A batch in which every group's rewards are equal gets 0.
     """
-    centered = [grpo(rewards_G, std="none") for rewards_G in rewards]
+    return divided_by_std([grpo(rewards_G, std="none") for rewards_G in rewards])
+
+
+def divided_by_std(centered: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Groups of numbers of mean 0, divided by the population standard deviation of them all; 0 where that is 0."""
     std = torch.cat(centered).square().mean().sqrt()
     return [_divided(centered_G, std) for centered_G in centered]
 
@@ -169,6 +183,11 @@ def estimator_for(config: AlgorithmConfig, role: str) -> Callable:
             f"algorithm.advantage_fn: has no estimator for role {role!r}, only for {', '.join(chosen)}; {hint}"
         )
     return chosen[role]
+
+
+def estimators_of(config: AlgorithmConfig) -> dict[str, Callable]:
+    """The estimators by role; one for all roles has the name ""."""
+    return config.advantage_fn if isinstance(config.advantage_fn, dict) else {"": config.advantage_fn}
 
 
 def _as_tensor(advantages_G: Any) -> Any:

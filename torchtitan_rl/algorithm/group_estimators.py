@@ -9,14 +9,24 @@ Each maps a `JudgedGroup` to one advantage per rollout, float64 of shape (G,). A
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 
 import torch
 
-from torchtitan_rl.algorithm.advantages import group_estimator, grpo, rloo, sees_batch, sees_group
+from torchtitan_rl.algorithm.advantages import (
+    NO_SPREAD,
+    batch_estimator,
+    divided_by_std,
+    group_estimator,
+    grpo,
+    rloo,
+    sees_batch,
+    sees_group,
+)
 from torchtitan_rl.algorithm.judged_group import JudgedGroup
 
-__all__ = ["length_discounted", "length_rewarded", "opo"]
+__all__ = ["gdpo", "length_discounted", "length_rewarded", "opo"]
 
 
 @group_estimator
@@ -30,6 +40,35 @@ def opo(group: JudgedGroup) -> torch.Tensor:
     if total == 0:
         return group.rewards_G - group.rewards_G.mean()
     return group.rewards_G - (group.lengths_G / total * group.rewards_G).sum()
+
+
+@batch_estimator
+@group_estimator
+def gdpo(groups: list[JudgedGroup], *, weights: Mapping[str, float] | None = None) -> list[torch.Tensor]:
+    """GRPO of each reward part alone, added up, and divided by the batch's standard deviation (GDPO, arXiv:2601.05242).
+
+    `weights` maps the names of parts to their factors; None takes every part that all rollouts of a group have, with
+    the factor 1. The reward itself is not read. The sums have mean 0 in every group, so normalising over the batch's
+    rollouts divides by their population standard deviation. A part that is equal within a group adds 0 to it.
+    Raises ValueError for weights that are not finite or all 0, and for a rollout without one of the parts.
+    """
+    if weights is not None and not (all(map(math.isfinite, weights.values())) and any(weights.values())):
+        raise ValueError(f"weights={dict(weights)}: weigh nothing; give finite numbers, at least one other than 0")
+    return divided_by_std([_sum_of_parts(group, weights) for group in groups])
+
+
+def _sum_of_parts(group: JudgedGroup, weights: Mapping[str, float] | None) -> torch.Tensor:
+    if weights is None:
+        weights = dict.fromkeys(group.part_names, 1.0)
+    if not weights:
+        raise ValueError(
+            f"gdpo: the rollouts of group {group.id} have no reward part in common; let the reward return (rewards, "
+            "parts), as rewards.Rewards does, or name parts in weights"
+        )
+    sum_G = torch.stack([weight * grpo(group.part(name)) for name, weight in weights.items()]).sum(0)
+    # Parts that cancel leave rounding, which must not be divided by its own deviation.
+    rounding = NO_SPREAD * sum(map(abs, weights.values()))
+    return sum_G if sum_G.abs().max() > rounding else torch.zeros_like(sum_G)
 
 
 @group_estimator

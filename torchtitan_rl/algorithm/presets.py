@@ -33,6 +33,7 @@ __all__ = [
     "dapo",
     "distill",
     "dr_grpo",
+    "gdpo",
     "grpo",
     "gspo",
     "opo",
@@ -91,6 +92,23 @@ def dr_grpo(*, length: float, **changes: Any) -> AlgorithmConfig:
         reduction=partial(reductions.constant_length, length=length),
     )
     return _changed("dr_grpo", preset, changes)
+
+
+def gdpo(**changes: Any) -> AlgorithmConfig:
+    """GDPO (arXiv:2601.05242): each reward part normalised in its group by itself, the sum normalised over the batch,
+    and the rest of GRPO.
+
+    The reward returns its parts (`rewards.Rewards` does); all parts of a group count alike. For factors, or for some
+    of the parts: `advantage_fn=partial(group_estimators.gdpo, weights={"exact": 1.0, "format": 0.5})`.
+    """
+    preset = AlgorithmConfig(
+        advantage_fn=group_estimators.gdpo,
+        loss_fn=losses.ppo,
+        loss_config={"clip_low": 0.2, "clip_high": 0.2},
+        reduction=reductions.sequence_mean,
+        kl_estimator="k3",
+    )
+    return _changed("gdpo", preset, changes)
 
 
 def gspo(**changes: Any) -> AlgorithmConfig:

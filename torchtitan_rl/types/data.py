@@ -84,7 +84,8 @@ class Rollout:
     reward: float | None = None
     """Reward of the whole attempt; None takes the last turn's reward, see `algorithm.grouping.fill_rewards`."""
     reward_parts: dict[str, float] = field(default_factory=dict)
-    """Numbers that the reward was made from, by name: for curves and records, nothing trains on them."""
+    """Numbers that the reward was made from, by name: for curves and records. Only an estimator that asks for them
+    trains on them, such as `algorithm.group_estimators.gdpo`."""
     text: str = ""
     """The decoded completions, for records and people; with several turns, the observations too."""
     group: str = ""

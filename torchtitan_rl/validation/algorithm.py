@@ -26,8 +26,7 @@ def check_algorithm(config: RunConfig) -> None:
     algorithm, roles = config.algorithm, config.roles
     _check_schedule("algorithm.schedule", algorithm.schedule)
     _check_schedule("supervised.schedule", config.supervised.schedule)
-    estimators = algorithm.advantage_fn if isinstance(algorithm.advantage_fn, dict) else {"": algorithm.advantage_fn}
-    for role, estimator in estimators.items():
+    for role, estimator in advantages.estimators_of(algorithm).items():
         where = f"algorithm.advantage_fn{role and '.' + role}"
         _check_function(where, estimator, advantages)
         if isinstance(estimator, partial) and estimator.func is advantages.pass_at_k:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from functools import partial
 
-from torchtitan_rl.algorithm.advantages import estimate_advantages
+from torchtitan_rl.algorithm.advantages import estimate_advantages, estimators_of
+from torchtitan_rl.algorithm.group_estimators import gdpo
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.config.resolve import function_name
 from torchtitan_rl.config.run import RunConfig
@@ -67,6 +70,11 @@ def _check_filters(config: RunConfig) -> None:
             f"{where}.zero_variance=True: can never pass a group of algorithm.group_size=1, whose reward "
             "is equal to itself; raise group_size or use False"
         )
+    if filters.overlong == "penalty" and any(map(_reads_parts_alone, estimators_of(algorithm).values())):
+        raise ValueError(
+            f"{where}.overlong='penalty': lowers the reward, and gdpo reads reward parts alone; use 'mask' or 'drop', "
+            "or make the length a part of the reward"
+        )
     if filters.overlong != "penalty":
         if filters.overlong_buffer:
             raise ValueError(
@@ -79,6 +87,10 @@ def _check_filters(config: RunConfig) -> None:
             f"{where}.overlong_buffer={filters.overlong_buffer}: must be between 0 and "
             f"sampling.max_tokens={config.sampling.max_tokens}"
         )
+
+
+def _reads_parts_alone(estimator: Callable) -> bool:
+    return (estimator.func if isinstance(estimator, partial) else estimator) is gdpo
 
 
 def _check_grouping(algorithm: AlgorithmConfig) -> None:

@@ -66,6 +66,20 @@ def opo(rewards, lengths):
     return [reward - baseline for reward in rewards]
 
 
+def gdpo(groups, weights):
+    """GDPO: the sum over parts of weight x GRPO of the part, less its mean over the batch, over its deviation.
+    A group is a dict from parts to the numbers of its rollouts."""
+    sums = []
+    for group in groups:
+        normalised = {name: grpo(group[name]) for name in weights}
+        size = len(next(iter(normalised.values())))
+        sums.append([math.fsum(weights[name] * normalised[name][i] for name in weights) for i in range(size)])
+    everything = [number for of_group in sums for number in of_group]
+    if max(map(abs, everything)) <= 1e-6 * math.fsum(map(abs, weights.values())):
+        return [[0.0] * len(of_group) for of_group in sums]
+    return [[(number - mean(everything)) / std(everything) for number in of_group] for of_group in sums]
+
+
 def length_rewarded(rewards, lengths, weight, correct=1.0):
     """Kimi k1.5: r_i + weight x (1/2 - (l_i - min l) / (max l - min l)), at most r_i for a wrong rollout."""
     if min(lengths) == max(lengths):

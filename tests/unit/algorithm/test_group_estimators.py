@@ -20,7 +20,7 @@ from torchtitan_rl.algorithm.advantages import (
     reinforce,
     reinforce_pp_baseline,
 )
-from torchtitan_rl.algorithm.group_estimators import length_discounted, length_rewarded, opo
+from torchtitan_rl.algorithm.group_estimators import gdpo, length_discounted, length_rewarded, opo
 from torchtitan_rl.algorithm.judged_group import JudgedGroup
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 
@@ -224,7 +224,109 @@ def test_arguments_that_make_no_sense_are_refused(estimator, message):
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("estimator", [opo, SHORT, BRIEF])
+def with_parts(parts, *, id="0/0"):
+    """A group whose rollouts have the parts, a dict of lists; its rewards are not read."""
+    rows = [dict(zip(parts, numbers)) for numbers in zip(*parts.values())]
+    return played([0.0] * len(rows), [2] * len(rows), rows, id=id)
+
+
+def test_gdpo_tells_apart_what_the_sum_of_rewards_does_not():
+    # The paper's example: rewards (0, 1) and (0, 2) are one to GRPO after its division, and differ here.
+    first = with_parts({"a": [0.0, 1.0], "b": [0.0, 0.0]})
+    second = with_parts({"a": [0.0, 1.0], "b": [0.0, 1.0]}, id="0/1")
+    # GRPO of a part: -1, 1; of an equal part: 0. Sums -1, 1 and -2, 2; their mean square is 2.5.
+    root = np.sqrt(2.5)
+    ours = of_groups(gdpo, first, second)
+    assert ours[0] == pytest.approx([-1 / root, 1 / root], rel=1e-14)
+    assert ours[1] == pytest.approx([-2 / root, 2 / root], rel=1e-14)
+
+
+def test_gdpo_weighs_the_parts_it_is_given():
+    judged = with_parts({"a": [0.0, 1.0], "b": [0.0, 4.0], "c": [9.0, 0.0]})
+    # 3 x (-1, 1) - 1 x (-1, 1) = (-2, 2), which the batch's deviation makes (-1, 1).
+    assert of_groups(functools.partial(gdpo, weights={"a": 3.0, "b": -1.0}), judged) == [[-1.0, 1.0]]
+    assert of_groups(functools.partial(gdpo, weights={"a": 0.0, "b": -1.0}), judged) == [[1.0, -1.0]]
+    # All parts: (-1, 1) + (-1, 1) + (1, -1).
+    assert of_groups(gdpo, judged) == [[-1.0, 1.0]]
+
+
+def test_gdpo_where_there_is_nothing_to_compare():
+    alone, equal = with_parts({"a": [0.7], "b": [1.0]}), with_parts({"a": [0.1 + 0.2, 0.3], "b": [2.0, 2.0]})
+    assert of_groups(gdpo, alone, equal) == [[0.0], [0.0, 0.0]]
+    numbers = [0.1, 0.5, 0.9, 0.3]
+    opposed = with_parts({"a": numbers, "b": [1 - number for number in numbers]})
+    assert of_groups(gdpo, opposed) == [[0.0] * 4]  # parts that cancel up to rounding
+    taught = with_parts({"a": [0.0, 1.0], "b": [0.0, 0.0]}, id="0/1")
+    assert of_groups(gdpo, equal, taught)[0] == [0.0, 0.0]
+
+
+def test_gdpo_without_the_parts_it_needs_is_refused():
+    for judged, estimator, message in (
+        (played([1.0, 0.0], [1, 1]), gdpo, "gdpo: the rollouts of group 0/0 have no reward part in common; let the re"),
+        (played([1.0, 0.0], [1, 1], [{"a": 1.0}, {"b": 1.0}]), gdpo, "have no reward part in common"),
+        (
+            with_parts({"a": [0.0, 1.0]}),
+            functools.partial(gdpo, weights={"exact": 1.0}),
+            "reward part 'exact': rollout 0/0/0 has 'a'; let the reward return (rewards, parts)",
+        ),
+        (with_parts({"a": [0.0, 1.0]}), functools.partial(gdpo, weights={}), "weights={}: weigh nothing"),
+        (with_parts({"a": [0.0, 1.0]}), functools.partial(gdpo, weights={"a": 0.0}), "weigh nothing; give finite"),
+        (with_parts({"a": [0.0, 1.0]}), functools.partial(gdpo, weights={"a": float("inf")}), "weigh nothing"),
+    ):
+        with pytest.raises(ValueError) as caught:
+            of_groups(estimator, judged)
+        assert message in str(caught.value)
+
+
+parts_of_groups = st.lists(
+    st.integers(1, 6).flatmap(
+        lambda size: st.fixed_dictionaries(
+            {
+                name: st.lists(st.floats(-5, 5).map(lambda x: round(x, 2)), min_size=size, max_size=size)
+                for name in ("exact", "format", "length")
+            }
+        )
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@settings(deadline=None, derandomize=True)
+@given(groups=parts_of_groups, weights=st.tuples(st.floats(0.1, 2), st.floats(-1, 1), st.floats(0, 1)))
+def test_gdpo_is_its_formula(groups, weights):
+    weights = dict(zip(("exact", "format", "length"), weights))
+    judged = [with_parts(parts, id=f"0/{i}") for i, parts in enumerate(groups)]
+    ours = of_groups(functools.partial(gdpo, weights=weights), *judged)
+    for row, expected in zip(ours, reference.gdpo(groups, weights), strict=True):
+        assert row == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+def gdpo_of_trl(rewards, weights, epsilon=1e-4):
+    """TRL, trl/trainer/grpo_trainer.py, multi_objective_aggregation="normalize_then_sum": groups (N, G, parts)."""
+    normalised = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, ddof=1, keepdims=True) + epsilon)
+    sums = (normalised * weights).sum(-1)
+    return (sums - sums.mean()) / (sums.std(ddof=1) + epsilon)
+
+
+def test_gdpo_against_trl():
+    """TRL's deviations divide by n - 1: in groups of one size that of the parts cancels, and that of the batch is
+    larger by sqrt(N / (N - 1)). The rest is its epsilon."""
+    rng = np.random.default_rng(3)
+    weights = np.array([1.0, 0.5])
+    for num_groups, size in ((1, 4), (6, 8), (16, 16)):
+        rewards = rng.normal(size=(num_groups, size, 2))
+        judged = [
+            with_parts({"a": rewards[i, :, 0].tolist(), "b": rewards[i, :, 1].tolist()}, id=f"0/{i}")
+            for i in range(num_groups)
+        ]
+        ours = np.array(of_groups(functools.partial(gdpo, weights={"a": 1.0, "b": 0.5}), *judged))
+        ratio = np.sqrt((num_groups * size - 1) / (num_groups * size))
+        assert (ours * ratio).ravel() == pytest.approx(gdpo_of_trl(rewards, weights, 0.0).ravel(), rel=1e-10)
+        assert (ours * ratio).ravel() == pytest.approx(gdpo_of_trl(rewards, weights).ravel(), rel=1e-2, abs=1e-3)
+
+
+@pytest.mark.parametrize("estimator", [opo, SHORT, BRIEF, gdpo])
 @settings(deadline=None, derandomize=True, max_examples=40)
 @given(groups=st.lists(judged_rewards, min_size=1, max_size=4), random=st.randoms(use_true_random=False))
 def test_the_order_of_rollouts_and_groups_changes_no_advantage(estimator, groups, random):

@@ -29,6 +29,7 @@ PRESETS = {  # name: (config, role that the run brings)
     "dr_grpo": (presets.dr_grpo(length=12), ""),
     "gspo": (presets.gspo(), ""),
     "cispo": (presets.cispo(), ""),
+    "gdpo": (presets.gdpo(), ""),
     "opo": (presets.opo(), ""),
     "pass_at_k": (presets.pass_at_k(k=4), ""),
     "rloo": (presets.rloo(), ""),
@@ -59,6 +60,7 @@ def test_a_preset_is_accepted_on_the_quickstarts_task(name):
         ("dapo", advantages.grpo, losses.ppo, {"clip_low": 0.2, "clip_high": 0.28}, reductions.token_mean),
         ("gspo", advantages.grpo, losses.gspo, {"clip_low": 3e-4, "clip_high": 4e-4}, reductions.sequence_mean),
         ("cispo", advantages.grpo, losses.cispo, {"clip_low": 1.0, "clip_high": 4.0}, reductions.token_mean),
+        ("gdpo", group_estimators.gdpo, losses.ppo, {"clip_low": 0.2, "clip_high": 0.2}, reductions.sequence_mean),
         ("opo", group_estimators.opo, losses.importance_sampling, {}, reductions.token_mean),
         (
             "reinforce_pp_baseline",
