@@ -171,9 +171,11 @@ class AlgorithmConfig:
     kl_coef: Annotated[float, Ge(0), Hint("use 0 for none")] = 0.0
     """Factor of the KL to the reference role; 0: no KL term."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the KL per token, see algorithm/kl.py. `kl_in="reward"` takes k1 only, `kl_in="loss"` k2 or k3."""
-    kl_in: Literal["loss", "reward"] = "loss"
-    """`loss`: the KL is a term of the loss. `reward`: the KL is subtracted from each token's advantage."""
+    """Estimator of the KL per token, see algorithm/kl.py. `kl_in="loss"` takes k2 or k3, the others k1 only."""
+    kl_in: Literal["loss", "reward", "return"] = "loss"
+    """`loss`: the KL is a term of the loss. `reward`: each token's own KL is subtracted from its advantage. `return`:
+    the KL is subtracted from the token's reward, so that the tokens before it pay for it too; see
+    algorithm/returns.py."""
     entropy_coef: Annotated[float, Ge(0), Hint("use 0 for none")] = 0.0
     """Factor of the entropy bonus; 0: no bonus."""
     correction_fn: Callable | None = None
@@ -216,7 +218,7 @@ class AlgorithmConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """Learning rate over the reinforcement phase, relative to the peak `trainer.optimizer.lr`."""
     gae_gamma: Annotated[float, Interval(ge=0, le=1), Hint("use 1 for no discount")] = 1.0
-    """Discount per token of GAE. Acts only with `roles.critic`; 1: no discount."""
+    """Discount per token of GAE, and of returns with `kl_in="return"`. Acts only with one of these. 1: no discount."""
     gae_lambda: Annotated[float, Interval(ge=0, le=1), Hint("use 1 for no discount")] = 1.0
     """Lambda of GAE. Acts only with `roles.critic`. 1: the advantage is the return minus the critic's value; less gives
     a lower variance and more of the critic's bias."""
@@ -256,6 +258,11 @@ class AlgorithmConfig:
         config's."""
         own = getattr(_unwrapped(self.workflow), "after_rewards", None)
         return [hook for hook in (own, self.after_rewards) if hook is not None]
+
+    @property
+    def kl_in_return(self) -> bool:
+        """Whether tokens pay for their KL to the reference in their rewards."""
+        return self.kl_coef > 0 and self.kl_in == "return"
 
     @property
     def steps_per_batch(self) -> int:

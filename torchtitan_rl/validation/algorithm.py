@@ -94,15 +94,17 @@ def _check_terms(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
                 "algorithm.kl_estimator='k1': its gradient as a loss has mean 0, so it would not hold the "
                 "policy; use 'k2' (the gradient of the KL), 'k3', or algorithm.kl_in='reward'"
             )
-        if algorithm.kl_in == "reward" and algorithm.kl_estimator != "k1":
+        if algorithm.kl_in != "loss" and algorithm.kl_estimator != "k1":
             raise ValueError(
                 f"algorithm.kl_estimator={algorithm.kl_estimator!r}: as a reward its policy gradient is not that of "
                 "the KL, and near the reference it can point away from it; use 'k1' with "
-                "algorithm.kl_in='reward', or 'loss'"
+                f"algorithm.kl_in={algorithm.kl_in!r}, or 'loss'"
             )
     _check_correction(algorithm)
     if roles.critic is None:
         for name, default in (("critic_loss_config", {}), ("gae_gamma", 1.0), ("gae_lambda", 1.0)):
+            if name == "gae_gamma" and algorithm.kl_in_return:
+                continue
             if getattr(algorithm, name) != default:
                 raise ValueError(
                     f"algorithm.{name}={getattr(algorithm, name)}: is for a critic and this run has none; "
@@ -160,9 +162,9 @@ def _probe(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
         columns=columns,
     )
     loss = partial(algorithm.loss_fn, **algorithm.loss_config)
-    if algorithm.kl_coef and algorithm.kl_in == "reward" and not reads("advantages", loss, columns, outputs):
+    if algorithm.kl_coef and algorithm.kl_in != "loss" and not reads("advantages", loss, columns, outputs):
         raise ValueError(
-            f"algorithm.kl_in='reward': {function_name(algorithm.loss_fn)} does not read advantages, so "
+            f"algorithm.kl_in={algorithm.kl_in!r}: {function_name(algorithm.loss_fn)} does not read advantages, so "
             "the KL would not count; use 'loss'"
         )
     needs = {

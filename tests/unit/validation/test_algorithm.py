@@ -58,6 +58,8 @@ def refused(**config):
         },
         {"kl_coef": 0.1, "roles": ("reference",)},
         {"kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1", "roles": ("reference",)},
+        {"kl_coef": 0.1, "kl_in": "return", "kl_estimator": "k1", "gae_gamma": 0.99, "roles": ("reference",)},
+        {"kl_coef": 0.1, "kl_in": "return", "kl_estimator": "k1", "gae_lambda": 0.9, "roles": ("reference", "critic")},
         *(
             {"correction_fn": getattr(corrections, name), "recompute_logprobs_per_minibatch": True}
             for name in corrections.__all__
@@ -338,6 +340,25 @@ def test_a_reduction_that_is_not_one(reduction, message):
         (
             {"kl_coef": 0.1, "kl_in": "reward", "roles": ("reference",)},
             "algorithm.kl_estimator='k3': as a reward its policy gradient is not that of the KL",
+        ),
+        (
+            {"kl_coef": 0.1, "kl_in": "return", "kl_estimator": "k2", "roles": ("reference",)},
+            "use 'k1' with algorithm.kl_in='return', or 'loss'",
+        ),
+        (
+            {
+                "kl_coef": 0.1,
+                "kl_in": "return",
+                "kl_estimator": "k1",
+                "loss_fn": losses.cross_entropy,
+                "roles": ("reference",),
+            },
+            "algorithm.kl_in='return': torchtitan_rl.algorithm.losses:cross_entropy does not read advantages",
+        ),
+        ({"kl_in": "return", "gae_gamma": 0.9}, "algorithm.gae_gamma=0.9: is for a critic and this run has none"),
+        (
+            {"kl_coef": 0.1, "kl_in": "return", "kl_estimator": "k1", "gae_lambda": 0.9, "roles": ("reference",)},
+            "algorithm.gae_lambda=0.9: is for a critic and this run has none",
         ),
         (
             {
