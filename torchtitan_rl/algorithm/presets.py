@@ -190,7 +190,9 @@ def ppo(**changes: Any) -> AlgorithmConfig:
     clipped value loss.
 
     The run brings the critic: `roles=RolesConfig(critic=RoleConfig(...))`. Siblings are not compared, so a group is one
-    rollout. Advantages are not whitened over the batch.
+    rollout. Advantages are not whitened over the batch, as they are in verl, OpenRLHF and TRL:
+    `whiten_advantages=True`. The classic KL to a reference, inside the return: `kl_coef=0.05, kl_estimator="k1",
+    kl_in="return"`.
     """
     preset = AlgorithmConfig(
         group_size=1,

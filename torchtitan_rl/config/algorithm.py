@@ -222,6 +222,9 @@ class AlgorithmConfig:
     gae_lambda: Annotated[float, Interval(ge=0, le=1), Hint("use 1 for no discount")] = 1.0
     """Lambda of GAE. Acts only with `roles.critic`. 1: the advantage is the return minus the critic's value; less gives
     a lower variance and more of the critic's bias."""
+    whiten_advantages: bool = False
+    """True: the advantages of a batch get mean 0 and standard deviation 1 over its trained tokens, after GAE and the KL
+    as a reward; see algorithm/whitening.py. False: they stay as they are."""
     critic_loss_fn: Callable = field(default_factory=_default_critic_loss_fn)
     """Loss of `roles.critic`: like `loss_fn`, on `predicted_values`, `values` and `returns`."""
     critic_loss_config: dict[str, float] = field(default_factory=dict)

@@ -169,6 +169,7 @@ def _probe(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
         )
     needs = {
         "algorithm.distill.divergence='tokens'": divergence == "tokens",
+        "algorithm.whiten_advantages=True": algorithm.whiten_advantages,
         "algorithm.distill.rewards=True": bool(divergence) and algorithm.distill.rewards,
         "self-distillation": any(
             not teacher.top_k or getattr(teacher, "advantage_fn", None) for teacher in algorithm.own_teachers

@@ -55,6 +55,11 @@ def _check_teacher_role(
             "algorithm.kl_in='return': sums up what a rollout's tokens earn, and a teacher's advantages are no rewards "
             "of theirs; use 'reward' or 'loss'"
         )
+    if algorithm.whiten_advantages:
+        raise ValueError(
+            "algorithm.whiten_advantages=True: would hide how far the teacher is, which algorithm.distill learns from; "
+            "use False"
+        )
     if distill.rewards:
         return
     alone = f"{where}.rewards=False: the teacher alone trains, so"

@@ -127,7 +127,7 @@ def test_returns_are_the_sum_of_their_terms(tokens, reward, gamma, coef):
 @settings(deadline=None, derandomize=True)
 @given(tokens=tokens, reward=st.floats(-2, 2), gamma=st.floats(0, 1), lam=st.floats(0, 1), seed=st.integers(0, 99))
 def test_gae_with_costs_is_the_sum_of_temporal_differences(tokens, reward, gamma, lam, seed):
-    """Equation 16 of the paper over the trained tokens, with the reward of each: -cost, and at the end the rollout's."""
+    """Equation 16 of the paper over the trained tokens: each earns -cost, and the last the rollout's reward too."""
     kls, mask = zip(*tokens)
     values = np.random.default_rng(seed).normal(size=len(mask))
     steps = [t for t, trained in enumerate(mask) if trained]

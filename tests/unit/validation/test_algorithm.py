@@ -71,6 +71,7 @@ def refused(**config):
             "correction_denominator": "kept",
         },
         {"loss_config": {"dual_clip": 3.0}, "entropy_coef": 0.01},
+        {"whiten_advantages": True, "roles": ("critic",), "gae_lambda": 0.95},
     ],
 )
 def test_what_is_in_the_library_passes(config):
@@ -354,6 +355,11 @@ def test_a_reduction_that_is_not_one(reduction, message):
                 "roles": ("reference",),
             },
             "algorithm.kl_in='return': torchtitan_rl.algorithm.losses:cross_entropy does not read advantages",
+        ),
+        (
+            {"whiten_advantages": True, "loss_fn": losses.cross_entropy},
+            "algorithm.loss_fn=torchtitan_rl.algorithm.losses:cross_entropy: does not read advantages, by which "
+            "algorithm.whiten_advantages=True is to train; use importance_sampling or ppo",
         ),
         ({"kl_in": "return", "gae_gamma": 0.9}, "algorithm.gae_gamma=0.9: is for a critic and this run has none"),
         (

@@ -110,6 +110,7 @@ def test_what_makes_sense_passes(roles, config):
             {"distill": {"rewards": True}, "kl_coef": 0.1, "kl_in": "return", "kl_estimator": "k1"},
             ["kl_in='return'", "are no rewards of theirs; use 'reward' or 'loss'"],
         ),
+        (["teacher"], {"distill": {}, "whiten_advantages": True}, ["whiten_advantages=True", "use False"]),
         (
             ["teacher"],
             {"distill": {}, "loss_fn": losses.cross_entropy},
