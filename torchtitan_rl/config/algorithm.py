@@ -169,13 +169,19 @@ class AlgorithmConfig:
     reduction: Callable = field(default_factory=_default_reduction)
     """`(masks, groups) -> token weights`: over what the loss is a mean; see algorithm/reductions.py."""
     kl_coef: Annotated[float, Ge(0), Hint("use 0 for none")] = 0.0
-    """Factor of the KL to the reference role; 0: no KL term."""
+    """Factor of the KL to the reference role, with `kl_target` the first one; 0: no KL term."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the KL per token, see algorithm/kl.py. `kl_in="loss"` takes k2 or k3, the others k1 only."""
     kl_in: Literal["loss", "reward", "return"] = "loss"
     """`loss`: the KL is a term of the loss. `reward`: each token's own KL is subtracted from its advantage. `return`:
     the KL is subtracted from the token's reward, so that the tokens before it pay for it too; see
     algorithm/returns.py."""
+    kl_target: Annotated[float, Ge(0), Hint("use 0 for a coefficient that stays")] = 0.0
+    """KL of a whole rollout to the reference, in nats, that `kl_coef` is raised and lowered for after every batch; see
+    algorithm/kl_control.py. Not with `kl_in="loss"`. 0: `kl_coef` stays."""
+    kl_horizon: Annotated[int, Ge(1)] = 10_000
+    """Rollouts over which the coefficient changes by a factor of about 1 + the relative error, which counts up to 0.2.
+    Acts only with `kl_target`."""
     entropy_coef: Annotated[float, Ge(0), Hint("use 0 for none")] = 0.0
     """Factor of the entropy bonus; 0: no bonus."""
     correction_fn: Callable | None = None

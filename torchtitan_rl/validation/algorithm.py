@@ -100,6 +100,7 @@ def _check_terms(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
                 "the KL, and near the reference it can point away from it; use 'k1' with "
                 f"algorithm.kl_in={algorithm.kl_in!r}, or 'loss'"
             )
+    _check_adaptive_kl(algorithm)
     _check_correction(algorithm)
     if roles.critic is None:
         for name, default in (("critic_loss_config", {}), ("gae_gamma", 1.0), ("gae_lambda", 1.0)):
@@ -113,6 +114,33 @@ def _check_terms(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
     if algorithm.on_rollout_failure == "retry" and not algorithm.rollout_retries:
         raise ValueError(
             "algorithm.rollout_retries=0: retries nothing; use 1 or more, or on_rollout_failure='drop_group'"
+        )
+
+
+def _check_adaptive_kl(algorithm: AlgorithmConfig) -> None:
+    target, horizon = algorithm.kl_target, algorithm.kl_horizon
+    if not target:
+        if horizon != AlgorithmConfig().kl_horizon:
+            raise ValueError(
+                f"algorithm.kl_horizon={horizon}: without a target no coefficient adapts; set algorithm.kl_target or "
+                f"use {AlgorithmConfig().kl_horizon}"
+            )
+        return
+    if not algorithm.kl_coef:
+        raise ValueError(
+            f"algorithm.kl_target={target}: there is no coefficient to adapt, and 0 stays 0; set algorithm.kl_coef to "
+            "the first one, with roles.reference, or use 0"
+        )
+    if algorithm.kl_in == "loss":
+        raise ValueError(
+            f"algorithm.kl_target={target}: adapts the coefficient of a KL in rewards, and algorithm.kl_in='loss' is a "
+            "term of the loss; use 'return' or 'reward', or kl_target=0"
+        )
+    rollouts = algorithm.tasks_per_step * algorithm.group_size
+    if horizon < rollouts:
+        raise ValueError(
+            f"algorithm.kl_horizon={horizon}: a batch has {rollouts} rollouts, so one batch would change the "
+            f"coefficient by more than a fifth; use {rollouts} or more"
         )
 
 

@@ -39,10 +39,15 @@ def refused(**config):
     return refusal(check, run(**config))
 
 
+ADAPTIVE = {"kl_target": 6.0, "kl_coef": 0.1, "kl_in": "return", "kl_estimator": "k1", "roles": ("reference",)}
+
+
 @pytest.mark.parametrize(
     "config",
     [
         {},
+        ADAPTIVE,
+        ADAPTIVE | {"kl_in": "reward", "kl_horizon": 128},
         {"advantage_fn": rloo, "loss_fn": losses.gspo, "reduction": reductions.sequence_mean},
         {"advantage_fn": functools.partial(grpo, std="unbiased"), "loss_fn": losses.cispo},
         {"advantage_fn": reinforce_pp_baseline, "loss_fn": losses.dro, "loss_config": {"beta": 0.2}},
@@ -356,6 +361,28 @@ def test_a_reduction_that_is_not_one(reduction, message):
             },
             "algorithm.kl_in='return': torchtitan_rl.algorithm.losses:cross_entropy does not read advantages",
         ),
+        (
+            {"kl_target": 6.0},
+            "algorithm.kl_target=6.0: there is no coefficient to adapt, and 0 stays 0; set algorithm.kl_coef to the "
+            "first one, with roles.reference, or use 0",
+        ),
+        ({"kl_target": 6.0, "kl_coef": 0.1}, "algorithm.kl_coef=0.1: there is no reference to measure the KL to"),
+        (
+            {"kl_target": 6.0, "kl_coef": 0.1, "roles": ("reference",)},
+            "algorithm.kl_target=6.0: adapts the coefficient of a KL in rewards, and algorithm.kl_in='loss' is a term "
+            "of the loss; use 'return' or 'reward', or kl_target=0",
+        ),
+        (
+            ADAPTIVE | {"kl_horizon": 127},
+            "algorithm.kl_horizon=127: a batch has 128 rollouts, so one batch would change the coefficient by more "
+            "than a fifth; use 128 or more",
+        ),
+        (
+            {"kl_horizon": 500},
+            "algorithm.kl_horizon=500: without a target no coefficient adapts; set algorithm.kl_target or use 10000",
+        ),
+        ({"kl_target": -1.0}, "algorithm.kl_target=-1.0: must not be negative; use 0 for a coefficient that stays"),
+        ({"kl_horizon": 0}, "algorithm.kl_horizon=0: must be"),
         (
             {"whiten_advantages": True, "loss_fn": losses.cross_entropy},
             "algorithm.loss_fn=torchtitan_rl.algorithm.losses:cross_entropy: does not read advantages, by which "
