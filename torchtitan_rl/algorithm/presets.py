@@ -39,6 +39,7 @@ __all__ = [
     "opo",
     "pass_at_k",
     "ppo",
+    "reinforce_pp",
     "reinforce_pp_baseline",
     "rloo",
     "self_distill",
@@ -205,6 +206,27 @@ def ppo(**changes: Any) -> AlgorithmConfig:
         critic_loss_config={"clip": 0.2},
     )
     return _changed("ppo", preset, changes)
+
+
+def reinforce_pp(**changes: Any) -> AlgorithmConfig:
+    """REINFORCE++ (arXiv:2501.03262): PPO's token rewards without a critic. A token's return is the rollout's reward
+    less the KL of itself and of the tokens after it, whitened over the batch's tokens; PPO's clipped surrogate, a mean
+    over the batch's tokens.
+
+    The run brings the KL: `kl_coef=0.01` and `roles.reference`; without, the returns are rewards alone. Siblings are
+    not compared, so a group is one rollout; the paper's form for several is `reinforce_pp_baseline`.
+    """
+    preset = AlgorithmConfig(
+        group_size=1,
+        advantage_fn=advantages.reinforce,
+        loss_fn=losses.ppo,
+        loss_config={"clip_low": 0.2, "clip_high": 0.2},
+        reduction=reductions.token_mean,
+        kl_estimator="k1",
+        kl_in="return",
+        whiten_advantages=True,
+    )
+    return _changed("reinforce_pp", preset, changes)
 
 
 def reinforce_pp_baseline(**changes: Any) -> AlgorithmConfig:

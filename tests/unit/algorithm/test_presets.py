@@ -34,6 +34,7 @@ PRESETS = {  # name: (config, role that the run brings)
     "pass_at_k": (presets.pass_at_k(k=4), ""),
     "rloo": (presets.rloo(), ""),
     "ppo": (presets.ppo(), "critic"),
+    "reinforce_pp": (presets.reinforce_pp(kl_coef=0.01), "reference"),
     "reinforce_pp_baseline": (presets.reinforce_pp_baseline(), ""),
     "distill": (presets.distill(), "teacher"),
     "self_distill": (presets.self_distill(workflow=self_distill(single_turn, prompt=hint)), ""),
@@ -61,6 +62,7 @@ def test_a_preset_is_accepted_on_the_quickstarts_task(name):
         ("gspo", advantages.grpo, losses.gspo, {"clip_low": 3e-4, "clip_high": 4e-4}, reductions.sequence_mean),
         ("cispo", advantages.grpo, losses.cispo, {"clip_low": 1.0, "clip_high": 4.0}, reductions.token_mean),
         ("gdpo", group_estimators.gdpo, losses.ppo, {"clip_low": 0.2, "clip_high": 0.2}, reductions.sequence_mean),
+        ("reinforce_pp", advantages.reinforce, losses.ppo, {"clip_low": 0.2, "clip_high": 0.2}, reductions.token_mean),
         ("opo", group_estimators.opo, losses.importance_sampling, {}, reductions.token_mean),
         (
             "reinforce_pp_baseline",
@@ -85,6 +87,15 @@ def test_constant_lengths():
         [pytest.approx(1 / 24)],
     ]
     assert [w.unique().tolist() for w in presets.rloo().reduction(masks, [0, 0])] == [[0.5], [0.5]]
+
+
+def test_reinforce_pp_is_accepted_without_a_reference_and_with_siblings():
+    config = load_config(str(QUICKSTART))
+    config.algorithm = presets.reinforce_pp()
+    assert (config.algorithm.kl_in, config.algorithm.kl_in_return, config.algorithm.group_size) == ("return", False, 1)
+    validate(config)
+    config.algorithm = presets.reinforce_pp(group_size=4)
+    validate(config)
 
 
 def test_pass_at_k_has_its_k():

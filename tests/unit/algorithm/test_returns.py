@@ -10,13 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kit.rollouts import group, rollout, turn
+from torchtitan_rl.algorithm import presets
 from torchtitan_rl.algorithm.advantages import reinforce, rloo
 from torchtitan_rl.algorithm.datums import to_datums
 from torchtitan_rl.algorithm.gae import gae, with_gae
 from torchtitan_rl.algorithm.inputs import with_inputs
 from torchtitan_rl.algorithm.returns import episodes_of, kl_costs, reward_to_go, with_kl_returns
+from torchtitan_rl.algorithm.whitening import whitened
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.train.role_scores import with_roles
+from torchtitan_rl.train.step import training_data
 
 IN_RETURN = {"kl_coef": 0.5, "kl_estimator": "k1", "kl_in": "return"}
 
@@ -185,6 +188,56 @@ def test_it_is_what_verl_computes_before_it_whitens(seed):
         assert datum.loss_inputs[name].tolist() == pytest.approx(theirs.tolist(), rel=1e-6, abs=1e-6)
 
 
+def reinforce_pp_in_float64(sequences, beta, gamma):
+    """REINFORCE++ by its paper: A_t = r - beta x sum of k1 from t on, whitened over all tokens.
+    `sequences` are (reward, k1 of each token); gamma discounts as in verl and OpenRLHF."""
+    returns = []
+    for reward, kls in sequences:
+        size = len(kls)
+        returns.append(
+            [
+                gamma ** (size - 1 - t) * reward - beta * math.fsum(gamma ** (s - t) * kls[s] for s in range(t, size))
+                for t in range(size)
+            ]
+        )
+    everything = np.array([number for row in returns for number in row])
+    return [((np.array(row) - everything.mean()) / everything.std()).tolist() for row in returns]
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+async def test_reinforce_pp_is_its_paper_and_verl(gamma):
+    """Seven rollouts of 1 to 6 tokens, through all that a run does with them; and the same in float64."""
+    rng, config = np.random.default_rng(5), presets.reinforce_pp(kl_coef=0.3, gae_gamma=gamma)
+    sizes, rewards = rng.integers(1, 7, 7).tolist(), rng.normal(size=7).tolist()
+    policy, reference = ([-rng.random(size) * 2 for size in sizes] for _ in range(2))
+    sequences = [(r, (p - q).tolist()) for r, p, q in zip(rewards, policy, reference, strict=True)]
+    expected = reinforce_pp_in_float64(sequences, 0.3, gamma)
+
+    token_rewards = [torch.tensor([-0.3 * kl for kl in kls], dtype=torch.float64) for _, kls in sequences]
+    for row_T, reward in zip(token_rewards, rewards, strict=True):
+        row_T[-1] += reward
+    masks = [torch.ones(size) for size in sizes]
+    returns = [reward_to_go(row_T, mask_T, gamma=gamma) for row_T, mask_T in zip(token_rewards, masks, strict=True)]
+    for ours, row in zip(whitened(returns, masks), expected, strict=True):
+        assert ours.tolist() == pytest.approx(row, rel=1e-10, abs=1e-10)
+
+    groups = [
+        group(rollout(f"{i}", turn([1], [2] * sizes[i], policy[i].tolist()), reward=rewards[i]), id=f"0/{i}")
+        for i in range(7)
+    ]
+    roles = {"policy": None, "reference": Answers(reference)}
+    data = await training_data(groups, roles, config)
+    for ours, row in zip(advantages(data), expected, strict=True):
+        assert ours == pytest.approx(row, rel=1e-5, abs=1e-5)
+
+    theirs = [returns_of_verl(row_T.numpy(), gamma) for row_T in token_rewards]  # then masked_whiten, unbiased
+    everything = np.concatenate(theirs)
+    for ours, row in zip(advantages(data), theirs, strict=True):
+        unbiased = (row - everything.mean()) / np.sqrt(everything.var(ddof=1) + 1e-8)
+        ratio = everything.std() / everything.std(ddof=1)
+        assert np.array(ours) * ratio == pytest.approx(unbiased, rel=1e-5, abs=1e-5)
+
+
 def test_without_a_cost_the_return_is_the_advantage_and_gae_is_gae():
     played = group(rollout("a", turn([1], [2, 3, 4]), reward=2.0), rollout("b", turn([1], [5]), reward=1.0))
     plain = AlgorithmConfig(advantage_fn=rloo, gae_lambda=0.5)
@@ -224,6 +277,16 @@ class Scorer:
     async def forward(self, data, **_):
         rows = [torch.full((len(datum),), self.number) for datum in data]
         return SimpleNamespace(policy_logprobs=rows, values=rows)
+
+
+class Answers:
+    """A role's client that has its numbers ready, one row per datum."""
+
+    def __init__(self, rows):
+        self.rows = [torch.tensor(row, dtype=torch.float32) for row in rows]
+
+    async def forward(self, data, **_):
+        return SimpleNamespace(policy_logprobs=self.rows)
 
 
 async def test_roles_score_and_the_return_has_the_kl():
