@@ -1,4 +1,4 @@
-"""Advantage estimators that see more of a group than its rewards: lengths, reward parts.
+"""Advantage estimators that see more of a group than its rewards: lengths, reward parts, a greedy baseline.
 
 `length_rewarded` and `length_discounted` change rewards by length within the group, then call an estimator of rewards:
 `partial(length_rewarded, weight=0.5, estimator=rloo)`.
@@ -26,7 +26,7 @@ from torchtitan_rl.algorithm.advantages import (
 )
 from torchtitan_rl.algorithm.judged_group import JudgedGroup
 
-__all__ = ["gdpo", "length_discounted", "length_rewarded", "opo"]
+__all__ = ["gdpo", "length_discounted", "length_rewarded", "opo", "remax"]
 
 
 @group_estimator
@@ -115,6 +115,13 @@ def length_discounted(
     relative_G = (group.lengths_G - of_right.mean()) / (spread if of_right.max() > of_right.min() else 1.0)
     relative_G = torch.where(is_right_G, relative_G, 0.0)
     return estimator(torch.where(is_right_G, group.rewards_G * (1 - alpha * relative_G.sigmoid()), group.rewards_G))
+
+
+@group_estimator
+def remax(group: JudgedGroup) -> torch.Tensor:
+    """Reward minus the reward of a greedy rollout of the same task (ReMax, arXiv:2310.10505). Needs
+    `algorithm.greedy_baseline=True`; siblings are not compared. Raises ValueError without the greedy rollout."""
+    return group.rewards_G - group.baselines_G
 
 
 def _check_estimator(estimator: Callable) -> None:

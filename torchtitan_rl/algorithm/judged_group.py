@@ -13,7 +13,8 @@ __all__ = ["JudgedGroup"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JudgedGroup:
-    """The rollouts of a group with their rewards, lengths and reward parts; tensors are float64 of shape (G,)."""
+    """The rollouts of a group with their rewards, lengths, reward parts and greedy baselines; tensors are float64 of
+    shape (G,)."""
 
     id: str
     rollouts: tuple[Rollout, ...]
@@ -30,6 +31,17 @@ class JudgedGroup:
             rewards_G=torch.tensor(group.rewards, dtype=torch.float64),
             lengths_G=torch.tensor(lengths, dtype=torch.float64),
         )
+
+    @property
+    def baselines_G(self) -> torch.Tensor:
+        """Reward of the greedy rollout beside each rollout, (G,). Raises ValueError where there is none."""
+        for rollout in self.rollouts:
+            if rollout.baseline is None:
+                raise ValueError(
+                    f"algorithm.greedy_baseline: rollout {rollout.id} has no greedy one beside it; set it to True, and "
+                    "let a hook keep the rollouts that were played"
+                )
+        return torch.tensor([rollout.baseline for rollout in self.rollouts], dtype=torch.float64)
 
     @property
     def part_names(self) -> list[str]:

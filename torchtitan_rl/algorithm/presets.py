@@ -41,6 +41,7 @@ __all__ = [
     "ppo",
     "reinforce_pp",
     "reinforce_pp_baseline",
+    "remax",
     "rloo",
     "self_distill",
 ]
@@ -243,6 +244,23 @@ def reinforce_pp_baseline(**changes: Any) -> AlgorithmConfig:
         kl_estimator="k2",
     )
     return _changed("reinforce_pp_baseline", preset, changes)
+
+
+def remax(**changes: Any) -> AlgorithmConfig:
+    """ReMax (arXiv:2310.10505): REINFORCE with each reward less that of a greedy rollout of the same task, and with the
+    log-probability of a sequence, a sum over tokens.
+
+    Siblings are not compared, so a group is one rollout; with the greedy one every task is played twice. The paper's KL
+    to the reference is a reward of each token, inside the return: `kl_coef=..., kl_estimator="k1", kl_in="return"`.
+    """
+    preset = AlgorithmConfig(
+        group_size=1,
+        greedy_baseline=True,
+        advantage_fn=group_estimators.remax,
+        loss_fn=losses.importance_sampling,
+        reduction=partial(reductions.constant_length, length=1.0),
+    )
+    return _changed("remax", preset, changes)
 
 
 def asynchronous(**changes: Any) -> AlgorithmConfig:

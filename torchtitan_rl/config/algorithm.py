@@ -151,6 +151,9 @@ class AlgorithmConfig:
     advantage_fn: Callable | dict[str, Callable] = field(default_factory=_default_advantage_fn)
     """`(rewards_G) -> advantages_G`, or a dictionary from a workflow's roles to such functions; see
     algorithm/advantages.py, and algorithm/group_estimators.py for those that see lengths and reward parts."""
+    greedy_baseline: bool = False
+    """True: every task is played and judged once more, greedily; the rollout does not train, its reward is the baseline
+    of estimators such as `group_estimators.remax`. False: it is not played."""
     precomputed_advantages: Literal["auto", "require", "ignore"] = "auto"
     """How to treat advantages that turns carry. `auto`: use the advantages of a group in which every turn carries valid
     ones. `require`: raise ValueError for any other group. `ignore`: always call `advantage_fn`."""

@@ -31,6 +31,12 @@ def check_algorithm(config: RunConfig) -> None:
         _check_function(where, estimator, advantages)
         if isinstance(estimator, partial) and estimator.func is advantages.pass_at_k:
             _check_subsets(where, estimator.keywords.get("k", 0), algorithm)
+    estimators = advantages.estimators_of(algorithm).values()
+    if algorithm.greedy_baseline and not any(map(advantages.sees_group, estimators)):
+        raise ValueError(
+            "algorithm.greedy_baseline=True: plays a rollout of every task for a baseline, and no estimator that sees "
+            "groups would read it; use advantage_fn=group_estimators.remax, or False"
+        )
     functions = {"loss_fn": losses, "critic_loss_fn": losses, "reduction": reductions}
     if algorithm.correction_fn is not None:
         functions["correction_fn"] = corrections

@@ -47,7 +47,7 @@ def _check_group_of_one(config: RunConfig) -> None:
     algorithm = config.algorithm
     if algorithm.group_size != 1 or not compares_siblings(config) or isinstance(algorithm.advantage_fn, dict):
         return
-    groups = [made_up_group(f"probe/{i}", [float(i)]) for i in range(3)]
+    groups = [made_up_group(f"probe/{i}", [float(i)], algorithm) for i in range(3)]
     estimate_advantages(groups, algorithm)
     if not any(advantage for group in groups for advantage in group.advantages or ()):
         raise ValueError(

@@ -101,7 +101,7 @@ def probe_advantages(config: AlgorithmConfig) -> None:
     graded = [i / size for i in range(size)]
     rewards = [[1.0] * size, [0.0] * size, [float(i % 2) for i in range(size)], graded]
     for role in config.advantage_fn if isinstance(config.advantage_fn, dict) else ["policy"]:
-        groups = [made_up_group(f"probe/{i}", rewards_G, role=role) for i, rewards_G in enumerate(rewards)]
+        groups = [made_up_group(f"probe/{i}", rewards_G, config, role=role) for i, rewards_G in enumerate(rewards)]
         estimator = config.advantage_fn[role] if isinstance(config.advantage_fn, dict) else config.advantage_fn
         try:
             _tried("algorithm.advantage_fn", partial(estimate_advantages, groups, config), {})
@@ -110,9 +110,10 @@ def probe_advantages(config: AlgorithmConfig) -> None:
             raise ValueError(f"{error}{place if '.py:' not in str(error) else ''}") from error
 
 
-def made_up_group(name: str, rewards_G: list[float], *, role: str = "policy") -> RolloutGroup:
-    """A group of rollouts of one turn and of 1 to 8 sampled tokens, with these rewards. Each has every reward part
-    that is asked for by name, because no task says here what parts its reward has; the value is the reward."""
+def made_up_group(name: str, rewards_G: list[float], config: AlgorithmConfig, *, role: str = "policy") -> RolloutGroup:
+    """A group of rollouts of one turn and of 1 to 8 sampled tokens, with these rewards, and a baseline where the run
+    will play one. Each has every reward part that is asked for by name, because no task says here what parts its reward
+    has; the value is the reward."""
     task = Task(id="probe", prompt="")
     rollouts = []
     for i, reward in enumerate(rewards_G):
@@ -123,6 +124,8 @@ def made_up_group(name: str, rewards_G: list[float], *, role: str = "policy") ->
         turns = [Turn(prompt_tokens=[0], completion=sampled)]
         parts = _AnyPart(part=reward)
         rollouts.append(Rollout(id=f"{name}/{i}", task=task, turns=turns, reward=reward, reward_parts=parts, role=role))
+    for rollout in rollouts:
+        rollout.baseline = 0.5 if config.greedy_baseline else None
     return RolloutGroup(id=name, rollouts=rollouts)
 
 

@@ -60,7 +60,7 @@ def _check_parts(algorithm: AlgorithmConfig, rewards: list[float], parts: Parts)
     estimator = algorithm.advantage_fn
     if isinstance(estimator, dict) or not sees_group(estimator) or any(hook is not None for hook in hooks):
         return
-    group = made_up_group("probe/0", rewards)
+    group = made_up_group("probe/0", rewards, algorithm)
     for i, rollout in enumerate(group.rollouts):
         rollout.reward_parts = {name: numbers[i] for name, numbers in parts.items()}
     try:

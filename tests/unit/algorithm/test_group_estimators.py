@@ -20,7 +20,7 @@ from torchtitan_rl.algorithm.advantages import (
     reinforce,
     reinforce_pp_baseline,
 )
-from torchtitan_rl.algorithm.group_estimators import gdpo, length_discounted, length_rewarded, opo
+from torchtitan_rl.algorithm.group_estimators import gdpo, length_discounted, length_rewarded, opo, remax
 from torchtitan_rl.algorithm.judged_group import JudgedGroup
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 
@@ -92,6 +92,35 @@ def test_opo_weighs_the_baseline_by_length():
 def test_opo_of_one_of_equal_rewards_and_of_empty_completions():
     assert of_groups(opo, played([0.7], [3]), played([0.5] * 3, [1, 2, 5])) == [[0.0], [0.0] * 3]
     assert of_groups(opo, played([1.0, 0.0], [0, 0]), played([1.0, 0.0], [0, 4])) == [[0.5, -0.5], [1.0, 0.0]]
+
+
+def test_remax_subtracts_the_greedy_rollouts_reward():
+    judged = played([1.0, 0.25, 0.5], [3, 1, 2])
+    for rollout_, baseline in zip(judged.rollouts, [0.5, 0.5, 0.5]):
+        rollout_.baseline = baseline
+    assert of_groups(remax, judged) == [[0.5, -0.25, 0.0]]
+    alone = played([1.0], [3])
+    alone.rollouts[0].baseline = -1.0
+    assert of_groups(remax, alone) == [[2.0]]  # a group of one learns, and equal rewards do
+    judged.rollouts[1].baseline = None
+    with pytest.raises(
+        ValueError, match="^algorithm.greedy_baseline: rollout 0/0/1 has no greedy one beside it; set it"
+    ):
+        of_groups(remax, judged)
+
+
+def test_remax_is_verls():
+    """verl/trainer/ppo/core_algos.py, compute_remax_outcome_advantage: the return of each token less the baseline."""
+    rng = np.random.default_rng(0)
+    rewards, baselines = rng.normal(size=6), rng.normal(size=6)
+    judged = played(rewards.tolist(), [1] * 6)
+    for rollout_, baseline in zip(judged.rollouts, baselines.tolist()):
+        rollout_.baseline = baseline
+    token_rewards = np.zeros((6, 4))
+    token_rewards[:, -1] = rewards
+    theirs = token_rewards[:, ::-1].cumsum(-1)[:, ::-1] - baselines[:, None]
+    for ours, row in zip(of_groups(remax, judged)[0], theirs, strict=True):
+        assert [ours] * 4 == pytest.approx(row.tolist(), rel=1e-14)
 
 
 judged_rewards = st.lists(

@@ -32,6 +32,7 @@ PRESETS = {  # name: (config, role that the run brings)
     "gdpo": (presets.gdpo(), ""),
     "opo": (presets.opo(), ""),
     "pass_at_k": (presets.pass_at_k(k=4), ""),
+    "remax": (presets.remax(), ""),
     "rloo": (presets.rloo(), ""),
     "ppo": (presets.ppo(), "critic"),
     "reinforce_pp": (presets.reinforce_pp(kl_coef=0.01), "reference"),

@@ -8,7 +8,7 @@ import pytest
 from tests.kit.refusal import refusal
 from torchtitan_rl.algorithm import corrections, losses, reductions
 from torchtitan_rl.algorithm.advantages import group_estimator, grpo, pass_at_k, reinforce, reinforce_pp_baseline, rloo
-from torchtitan_rl.algorithm.group_estimators import length_discounted, length_rewarded, opo
+from torchtitan_rl.algorithm.group_estimators import length_discounted, length_rewarded, opo, remax
 from torchtitan_rl.config.algorithm import AlgorithmConfig, ScheduleConfig
 from torchtitan_rl.config.meshes import GeneratorConfig
 from torchtitan_rl.config.model import ModelConfig
@@ -287,6 +287,17 @@ def asks_for_a_part(group):
 @group_estimator
 def takes_it_for_rewards(group):
     return group - group.mean()
+
+
+def test_a_greedy_baseline_and_the_estimator_that_reads_it_come_together():
+    check(run(advantage_fn=remax, greedy_baseline=True, group_size=1))
+    assert refused(advantage_fn=remax).startswith(
+        "algorithm.greedy_baseline: rollout probe/0/0 has no greedy one beside it; set it to True, and let a hook keep"
+    )
+    assert refused(greedy_baseline=True) == (
+        "algorithm.greedy_baseline=True: plays a rollout of every task for a baseline, and no estimator that sees "
+        "groups would read it; use advantage_fn=group_estimators.remax, or False"
+    )
 
 
 def test_an_estimator_of_groups_is_tried_with_lengths_and_any_part():
