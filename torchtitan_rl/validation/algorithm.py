@@ -37,6 +37,11 @@ def check_algorithm(config: RunConfig) -> None:
             "algorithm.greedy_baseline=True: plays a rollout of every task for a baseline, and no estimator that sees "
             "groups would read it; use advantage_fn=group_estimators.remax, or False"
         )
+    if algorithm.greedy_baseline and not _uses_estimators(algorithm, roles):
+        raise ValueError(
+            "algorithm.greedy_baseline=True: plays a rollout of every task for an estimator, whose advantages do not "
+            "count with a critic, with a teacher that trains alone, or with precomputed_advantages='require'; use False"
+        )
     functions = {"loss_fn": losses, "critic_loss_fn": losses, "reduction": reductions}
     if algorithm.correction_fn is not None:
         functions["correction_fn"] = corrections
@@ -270,6 +275,11 @@ def _check_arguments(name: str, function: Callable, arguments: dict[str, float])
             raise ValueError(
                 f"algorithm.{name}_config.{argument}={value}: {function_name(function)} has no such argument; {hint}"
             )
+
+
+def _uses_estimators(algorithm: AlgorithmConfig, roles: RolesConfig) -> bool:
+    taught = algorithm.distill is not None and not algorithm.distill.rewards
+    return roles.critic is None and not taught and algorithm.precomputed_advantages != "require"
 
 
 def _check_subsets(where: str, k: int, algorithm: AlgorithmConfig) -> None:

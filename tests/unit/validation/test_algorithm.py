@@ -298,6 +298,10 @@ def test_a_greedy_baseline_and_the_estimator_that_reads_it_come_together():
         "algorithm.greedy_baseline=True: plays a rollout of every task for a baseline, and no estimator that sees "
         "groups would read it; use advantage_fn=group_estimators.remax, or False"
     )
+    for without in ({"roles": ("critic",)}, {"precomputed_advantages": "require"}):
+        assert "whose advantages do not count with a critic" in refused(
+            advantage_fn=remax, greedy_baseline=True, **without
+        )
 
 
 def test_an_estimator_of_groups_is_tried_with_lengths_and_any_part():
