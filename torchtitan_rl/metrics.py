@@ -55,6 +55,7 @@ FEATURES = {
     "every batch": ("optim/num_steps", "optim/skipped", "tokens/trained", "tokens/generated", "time/score_s"),
     "several replicas": ("generator/healthy_replicas",),
     "a reference": ("policy/reference_kl",),
+    "an adaptive KL": ("policy/kl_coef", "policy/rollout_kl"),
     "a lag": (
         "policy/ratio_lagA_mean",
         "policy/far_lagA_frac",

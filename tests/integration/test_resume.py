@@ -14,6 +14,7 @@ import pytest
 
 from tests.integration.conftest import small_config
 from torchtitan_rl.cli.export import export
+from torchtitan_rl.config.run import RoleConfig
 from torchtitan_rl.record import attempts
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.tools.audit import audit
@@ -122,6 +123,26 @@ def test_a_run_that_was_asked_to_stop_goes_on_to_the_same_bytes(stops, undisturb
     assert (counts["admitted"], counts["trained"], counts["cut_short"]) == (16, 16, 0)
     ended, expected = (path / "checkpoints" / "step-4", undisturbed / "checkpoints" / "step-4")
     assert (ended / "hf" / "model.safetensors").read_bytes() == (expected / "hf" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.whole
+def test_an_adaptive_coefficient_of_the_kl_goes_on_to_the_last_digit(loop, tmp_path):
+    def adaptive(path):
+        settings = {"supervised__num_steps": 0, "algorithm__kl_coef": 0.1, "algorithm__kl_estimator": "k1"}
+        settings |= {"algorithm__kl_in": "return", "algorithm__kl_target": 0.01, "algorithm__kl_horizon": 64}
+        made = config(path, **settings, algorithm__whiten_advantages=True)
+        made.roles.reference = RoleConfig()
+        return made
+
+    loop.run_until_complete(run(adaptive(tmp_path / "whole")))
+    with pytest.raises(Preempted, match="a test"):
+        loop.run_until_complete(run(adaptive(tmp_path / "parts"), ask_after=2))
+    loop.run_until_complete(run(adaptive(tmp_path / "parts"), resume_from="auto"))
+    assert counted(tmp_path / "parts") == counted(tmp_path / "whole")
+    lines = [line for line in RunDir(tmp_path / "whole").read_metrics() if line["phase"] == "reinforcement"]
+    coefficients = [line["policy/kl_coef"] for line in lines]
+    assert coefficients[0] == 0.1 and len(set(coefficients)) == 4
+    assert lines[0]["policy/rollout_kl"] == pytest.approx(0, abs=1e-4)  # the reference is the policy as it starts
 
 
 def test_damaged_checkpoints_are_named_and_the_last_good_one_is_taken(copied, undisturbed, loop, capsys):

@@ -2,9 +2,11 @@
 
 `(rewards_G) -> advantages_G`, both float64 of shape (G,); advantages may be a list of numbers too. An estimator that
 needs the whole batch is marked with `@batch_estimator` and maps a list of groups' rewards to a list of groups'
-advantages. Every estimator here with a baseline gives 0 to a group of one and to a group whose rewards are all equal:
-there is nothing to compare. Estimators that divide by a standard deviation treat rewards that differ by rounding only
-as equal (`all_equal`).
+advantages. One that needs more of a group than its rewards, such as lengths or reward parts, is marked with
+`@group_estimator` and receives a `JudgedGroup` in their place (some are in algorithm/group_estimators.py). With both
+marks it maps a list of `JudgedGroup` to a list of groups' advantages. Every estimator here with a baseline gives 0 to a
+group of one and to a group whose rewards are all equal: there is nothing to compare. Estimators that divide by a
+standard deviation treat rewards that differ by rounding only as equal (`all_equal`).
 """
 
 from __future__ import annotations
@@ -18,11 +20,22 @@ from typing import Any
 import numpy
 import torch
 
+from torchtitan_rl.algorithm.judged_group import JudgedGroup
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.types import RolloutGroup, is_float32
 
-__all__ = ["all_equal", "batch_estimator", "estimate_advantages", "estimator_for", "group_centered", "grpo"]
-__all__ += ["reinforce", "reinforce_pp_baseline", "rloo"]
+__all__ = ["all_equal", "batch_estimator", "divided_by_std", "estimate_advantages", "estimator_for", "estimators_of"]
+__all__ += [
+    "group_centered",
+    "group_estimator",
+    "grpo",
+    "pass_at_k",
+    "reinforce",
+    "reinforce_pp_baseline",
+    "rloo",
+    "sees_batch",
+    "sees_group",
+]
 
 NO_SPREAD = 1e-6
 """A spread of rewards up to this fraction of the largest absolute reward is rounding.
@@ -46,6 +59,12 @@ def all_equal(rewards: Sequence[float]) -> bool:
 def batch_estimator(function: Callable) -> Callable:
     """Marks an estimator that sees the whole batch: `(list of rewards_G) -> list of advantages_G`."""
     function.sees_batch = True  # type: ignore[attr-defined]  # a mark on the user's function
+    return function
+
+
+def group_estimator(function: Callable) -> Callable:
+    """Marks an estimator that sees more of a group than its rewards: `(JudgedGroup) -> advantages_G`."""
+    function.sees_group = True  # type: ignore[attr-defined]  # a mark on the user's function
     return function
 
 
@@ -75,6 +94,29 @@ def rloo(rewards_G: torch.Tensor) -> torch.Tensor:
     return rewards_G - (rewards_G.sum() - rewards_G) / num_siblings
 
 
+def pass_at_k(rewards_G: torch.Tensor, *, k: int, correct: float = 1.0) -> torch.Tensor:
+    """How much a rollout adds to the chance that one of k rollouts is right (Pass@k training, arXiv:2508.10751).
+
+    A rollout is right with a reward of at least `correct`. Each of the C(G, k) subsets of k rollouts has the reward 1
+    if one of its rollouts is right, else 0. A rollout's advantage is the mean reward of the subsets with it, less the
+    mean over all subsets, divided by the standard deviation over all subsets; closed form (section 2.4). 0 where all
+    subsets have the same reward, and for a group smaller than k. With k = 1 and rewards of 0 and 1 this is `grpo`.
+    Raises ValueError for a k below 1.
+    """
+    if k < 1 or k != int(k):
+        raise ValueError(f"k={k}: is no number of rollouts; use 2 or more, fewer than algorithm.group_size")
+    size, is_right_G = len(rewards_G), rewards_G >= correct
+    num_wrong = size - int(is_right_G.sum())
+    all_wrong = math.comb(num_wrong, k) / math.comb(size, k) if k <= size else 0.0
+    std = math.sqrt(all_wrong * (1 - all_wrong))
+    if std == 0:
+        return torch.zeros_like(rewards_G)
+    all_siblings_wrong = math.comb(num_wrong - 1, k - 1) / math.comb(size - 1, k - 1)
+    right = rewards_G.new_tensor(all_wrong / std)
+    wrong = rewards_G.new_tensor((all_wrong - all_siblings_wrong) / std)
+    return torch.where(is_right_G, right, wrong)
+
+
 def reinforce(rewards_G: torch.Tensor) -> torch.Tensor:
     """The reward itself, without a baseline (Williams 1992): a group of one and equal rewards train too."""
     return rewards_G.clone()
@@ -87,7 +129,11 @@ def reinforce_pp_baseline(rewards: list[torch.Tensor]) -> list[torch.Tensor]:
     The centred rewards of the batch have mean 0 already, so whitening divides by their population standard deviation
     over rollouts. A batch in which every group's rewards are equal gets 0.
     """
-    centered = [grpo(rewards_G, std="none") for rewards_G in rewards]
+    return divided_by_std([grpo(rewards_G, std="none") for rewards_G in rewards])
+
+
+def divided_by_std(centered: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Groups of numbers of mean 0, divided by the population standard deviation of them all; 0 where that is 0."""
     std = torch.cat(centered).square().mean().sqrt()
     return [_divided(centered_G, std) for centered_G in centered]
 
@@ -108,9 +154,12 @@ def estimate_advantages(groups: list[RolloutGroup], config: AlgorithmConfig) -> 
         by_role.setdefault(group.rollouts[0].role, []).append(group)
     for role, of_role in by_role.items():
         advantage_fn = estimator_for(config, role)
-        rewards = [torch.tensor(group.rewards, dtype=torch.float64) for group in of_role]
-        sees_batch = _sees_batch(advantage_fn)
-        advantages = advantage_fn(rewards) if sees_batch else [advantage_fn(rewards_G) for rewards_G in rewards]
+        seen: list[Any]
+        if sees_group(advantage_fn):
+            seen = [JudgedGroup.of(group) for group in of_role]
+        else:
+            seen = [torch.tensor(group.rewards, dtype=torch.float64) for group in of_role]
+        advantages = advantage_fn(seen) if sees_batch(advantage_fn) else [advantage_fn(each) for each in seen]
         advantages = [_as_tensor(each) for each in advantages]
         if len(advantages) != len(of_role):
             raise ValueError(
@@ -134,6 +183,11 @@ def estimator_for(config: AlgorithmConfig, role: str) -> Callable:
             f"algorithm.advantage_fn: has no estimator for role {role!r}, only for {', '.join(chosen)}; {hint}"
         )
     return chosen[role]
+
+
+def estimators_of(config: AlgorithmConfig) -> dict[str, Callable]:
+    """The estimators by role; one for all roles has the name ""."""
+    return config.advantage_fn if isinstance(config.advantage_fn, dict) else {"": config.advantage_fn}
 
 
 def _as_tensor(advantages_G: Any) -> Any:
@@ -164,6 +218,15 @@ def _setting(advantage_fn: Callable) -> str:
     return f"algorithm.advantage_fn={getattr(advantage_fn, '__name__', repr(advantage_fn))}"
 
 
-def _sees_batch(advantage_fn: Callable) -> bool:
-    bare = advantage_fn.func if isinstance(advantage_fn, functools.partial) else advantage_fn
-    return getattr(bare, "sees_batch", False)
+def sees_group(advantage_fn: Callable) -> bool:
+    """Whether an estimator, or the one that a partial fills in, is marked with `@group_estimator`."""
+    return getattr(_bare(advantage_fn), "sees_group", False)
+
+
+def sees_batch(advantage_fn: Callable) -> bool:
+    """Whether an estimator, or the one that a partial fills in, is marked with `@batch_estimator`."""
+    return getattr(_bare(advantage_fn), "sees_batch", False)
+
+
+def _bare(advantage_fn: Callable) -> Any:
+    return advantage_fn.func if isinstance(advantage_fn, functools.partial) else advantage_fn

@@ -11,7 +11,7 @@ from torchtitan_rl.algorithm.precomputed import drop_stale
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.types import A_REWARD, Rollout, RolloutGroup, is_reward
 
-__all__ = ["form_groups", "by_task_and_role", "fill_rewards"]
+__all__ = ["form_groups", "by_task_and_role", "fill_rewards", "set_baselines"]
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +79,17 @@ def fill_rewards(group: RolloutGroup) -> None:
         large = math.isfinite(rollout.reward)
         wrong, needed = ("is too large", A_REWARD) if large else ("is not finite", "a finite reward")
         raise ValueError(f"reward={rollout.reward}: of rollout {rollout.id} {wrong}; give every rollout {needed}")
+
+
+def set_baselines(group: RolloutGroup, greedy: RolloutGroup) -> None:
+    """Sets the baseline of every rollout of a draw: the reward of the first greedy rollout of its role, filled in as
+    `fill_rewards` does. Raises ValueError as `fill_rewards` does."""
+    rewards: dict[str, float | None] = {}
+    for of_role in by_task_and_role([rollout for rollout in greedy.rollouts if rollout.turns]):
+        fill_rewards(of_role)
+        rewards[of_role.rollouts[0].role] = of_role.rollouts[0].reward
+    for rollout in group.rollouts:
+        rollout.baseline = rewards.get(rollout.role)
 
 
 def _fill_from_turns(group: RolloutGroup) -> None:

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torchtitan_rl.algorithm import advantages, corrections, losses, reductions
+from torchtitan_rl.algorithm import advantages, corrections, group_estimators, losses, reductions
 from torchtitan_rl.config.algorithm import AlgorithmConfig, DistillConfig, FilterConfig
 
 __all__ = [
@@ -34,11 +34,16 @@ __all__ = [
     "distill",
     "dppo",
     "dr_grpo",
+    "gdpo",
     "gmpo",
     "grpo",
     "gspo",
+    "opo",
+    "pass_at_k",
     "ppo",
+    "reinforce_pp",
     "reinforce_pp_baseline",
+    "remax",
     "rloo",
     "sapo",
     "self_distill",
@@ -93,6 +98,23 @@ def dr_grpo(*, length: float, **changes: Any) -> AlgorithmConfig:
         reduction=partial(reductions.constant_length, length=length),
     )
     return _changed("dr_grpo", preset, changes)
+
+
+def gdpo(**changes: Any) -> AlgorithmConfig:
+    """GDPO (arXiv:2601.05242): each reward part normalised in its group by itself, the sum normalised over the batch,
+    and the rest of GRPO.
+
+    The reward returns its parts (`rewards.Rewards` does); all parts of a group count alike. For factors, or for some
+    of the parts: `advantage_fn=partial(group_estimators.gdpo, weights={"exact": 1.0, "format": 0.5})`.
+    """
+    preset = AlgorithmConfig(
+        advantage_fn=group_estimators.gdpo,
+        loss_fn=losses.ppo,
+        loss_config={"clip_low": 0.2, "clip_high": 0.2},
+        reduction=reductions.sequence_mean,
+        kl_estimator="k3",
+    )
+    return _changed("gdpo", preset, changes)
 
 
 def gspo(**changes: Any) -> AlgorithmConfig:
@@ -199,12 +221,43 @@ def rloo(**changes: Any) -> AlgorithmConfig:
     return _changed("rloo", preset, changes)
 
 
+def opo(**changes: Any) -> AlgorithmConfig:
+    """OPO (arXiv:2505.23585): REINFORCE with each reward less the group's mean weighted by lengths, and a mean over the
+    batch's tokens. One optimizer step per batch, without a KL and without an entropy bonus.
+
+    Keep `tasks_per_minibatch=0`, `num_epochs=1` and `max_policy_lag=0`, the defaults: the paper's training is exactly
+    on-policy.
+    """
+    preset = AlgorithmConfig(
+        advantage_fn=group_estimators.opo, loss_fn=losses.importance_sampling, reduction=reductions.token_mean
+    )
+    return _changed("opo", preset, changes)
+
+
+def pass_at_k(*, k: int, **changes: Any) -> AlgorithmConfig:
+    """Pass@k training (arXiv:2508.10751): what a rollout adds to the chance that one of `k` is right, and of DAPO the
+    higher upper clip and the mean over the batch's tokens.
+
+    `k` is smaller than `group_size`. A rollout is right with a reward of 1 or more; for another bound give
+    `advantage_fn=partial(advantages.pass_at_k, k=..., correct=...)`.
+    """
+    preset = AlgorithmConfig(
+        advantage_fn=partial(advantages.pass_at_k, k=k),
+        loss_fn=losses.ppo,
+        loss_config={"clip_low": 0.2, "clip_high": 0.28},
+        reduction=reductions.token_mean,
+    )
+    return _changed("pass_at_k", preset, changes)
+
+
 def ppo(**changes: Any) -> AlgorithmConfig:
     """PPO with a critic (arXiv:1707.06347): advantages per token by GAE (arXiv:1506.02438), a clipped surrogate and a
     clipped value loss.
 
     The run brings the critic: `roles=RolesConfig(critic=RoleConfig(...))`. Siblings are not compared, so a group is one
-    rollout. Advantages are not whitened over the batch.
+    rollout. Advantages are not whitened over the batch, as they are in verl, OpenRLHF and TRL:
+    `whiten_advantages=True`. The classic KL to a reference, inside the return: `kl_coef=0.05, kl_estimator="k1",
+    kl_in="return"`.
     """
     preset = AlgorithmConfig(
         group_size=1,
@@ -217,6 +270,27 @@ def ppo(**changes: Any) -> AlgorithmConfig:
         critic_loss_config={"clip": 0.2},
     )
     return _changed("ppo", preset, changes)
+
+
+def reinforce_pp(**changes: Any) -> AlgorithmConfig:
+    """REINFORCE++ (arXiv:2501.03262): PPO's token rewards without a critic. A token's return is the rollout's reward
+    less the KL of itself and of the tokens after it, whitened over the batch's tokens; PPO's clipped surrogate, a mean
+    over the batch's tokens.
+
+    The run brings the KL: `kl_coef=0.01` and `roles.reference`; without, the returns are rewards alone. Siblings are
+    not compared, so a group is one rollout; the paper's form for several is `reinforce_pp_baseline`.
+    """
+    preset = AlgorithmConfig(
+        group_size=1,
+        advantage_fn=advantages.reinforce,
+        loss_fn=losses.ppo,
+        loss_config={"clip_low": 0.2, "clip_high": 0.2},
+        reduction=reductions.token_mean,
+        kl_estimator="k1",
+        kl_in="return",
+        whiten_advantages=True,
+    )
+    return _changed("reinforce_pp", preset, changes)
 
 
 def reinforce_pp_baseline(**changes: Any) -> AlgorithmConfig:
@@ -233,6 +307,23 @@ def reinforce_pp_baseline(**changes: Any) -> AlgorithmConfig:
         kl_estimator="k2",
     )
     return _changed("reinforce_pp_baseline", preset, changes)
+
+
+def remax(**changes: Any) -> AlgorithmConfig:
+    """ReMax (arXiv:2310.10505): REINFORCE with each reward less that of a greedy rollout of the same task, and with the
+    log-probability of a sequence, a sum over tokens.
+
+    Siblings are not compared, so a group is one rollout; with the greedy one every task is played twice. The paper's KL
+    to the reference is a reward of each token, inside the return: `kl_coef=..., kl_estimator="k1", kl_in="return"`.
+    """
+    preset = AlgorithmConfig(
+        group_size=1,
+        greedy_baseline=True,
+        advantage_fn=group_estimators.remax,
+        loss_fn=losses.importance_sampling,
+        reduction=partial(reductions.constant_length, length=1.0),
+    )
+    return _changed("remax", preset, changes)
 
 
 def asynchronous(**changes: Any) -> AlgorithmConfig:

@@ -150,7 +150,10 @@ class AlgorithmConfig:
     agree."""
     advantage_fn: Callable | dict[str, Callable] = field(default_factory=_default_advantage_fn)
     """`(rewards_G) -> advantages_G`, or a dictionary from a workflow's roles to such functions; see
-    algorithm/advantages.py."""
+    algorithm/advantages.py, and algorithm/group_estimators.py for those that see lengths and reward parts."""
+    greedy_baseline: bool = False
+    """True: every task is played and judged once more, greedily; the rollout does not train, its reward is the baseline
+    of estimators such as `group_estimators.remax`. False: it is not played."""
     precomputed_advantages: Literal["auto", "require", "ignore"] = "auto"
     """How to treat advantages that turns carry. `auto`: use the advantages of a group in which every turn carries valid
     ones. `require`: raise ValueError for any other group. `ignore`: always call `advantage_fn`."""
@@ -169,16 +172,24 @@ class AlgorithmConfig:
     reduction: Callable = field(default_factory=_default_reduction)
     """`(masks, groups) -> token weights`: over what the loss is a mean; see algorithm/reductions.py."""
     kl_coef: Annotated[float, Ge(0), Hint("use 0 for none")] = 0.0
-    """Factor of the KL to the reference role; 0: no KL term."""
+    """Factor of the KL to the reference role, with `kl_target` the first one; 0: no KL term."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the KL per token, see algorithm/kl.py. `kl_in="reward"` takes k1 only, `kl_in="loss"` k2 or k3, or
-    with `kl_ratio_weighted` k1 or k3."""
+    """Estimator of the KL per token, see algorithm/kl.py. `kl_in="loss"` takes k2 or k3, or with `kl_ratio_weighted` k1
+    or k3; the others k1 only."""
     kl_ratio_weighted: bool = False
     """True: each token's KL in the loss is multiplied by its ratio to the old policy, with gradient, so that the
     gradient is that of KL(policy || reference) on tokens that the old policy sampled. False: it has the token's weight
     alone."""
-    kl_in: Literal["loss", "reward"] = "loss"
-    """`loss`: the KL is a term of the loss. `reward`: the KL is subtracted from each token's advantage."""
+    kl_in: Literal["loss", "reward", "return"] = "loss"
+    """`loss`: the KL is a term of the loss. `reward`: each token's own KL is subtracted from its advantage. `return`:
+    the KL is subtracted from the token's reward, so that the tokens before it pay for it too; see
+    algorithm/returns.py."""
+    kl_target: Annotated[float, Ge(0), Hint("use 0 for a coefficient that stays")] = 0.0
+    """KL of a whole rollout to the reference, in nats, that `kl_coef` is raised and lowered for after every batch; see
+    algorithm/kl_control.py. Not with `kl_in="loss"`. 0: `kl_coef` stays."""
+    kl_horizon: Annotated[int, Ge(1)] = 10_000
+    """Rollouts over which the coefficient changes by a factor of about 1 + the relative error, which counts up to 0.2.
+    Acts only with `kl_target`."""
     entropy_coef: Annotated[float, Ge(0), Hint("use 0 for none")] = 0.0
     """Factor of the entropy bonus; 0: no bonus."""
     correction_fn: Callable | None = None
@@ -221,10 +232,13 @@ class AlgorithmConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """Learning rate over the reinforcement phase, relative to the peak `trainer.optimizer.lr`."""
     gae_gamma: Annotated[float, Interval(ge=0, le=1), Hint("use 1 for no discount")] = 1.0
-    """Discount per token of GAE. Acts only with `roles.critic`; 1: no discount."""
+    """Discount per token of GAE, and of returns with `kl_in="return"`. Acts only with one of these. 1: no discount."""
     gae_lambda: Annotated[float, Interval(ge=0, le=1), Hint("use 1 for no discount")] = 1.0
     """Lambda of GAE. Acts only with `roles.critic`. 1: the advantage is the return minus the critic's value; less gives
     a lower variance and more of the critic's bias."""
+    whiten_advantages: bool = False
+    """True: the advantages of a batch get mean 0 and standard deviation 1 over its trained tokens, after GAE and the KL
+    as a reward; see algorithm/whitening.py. False: they stay as they are."""
     critic_loss_fn: Callable = field(default_factory=_default_critic_loss_fn)
     """Loss of `roles.critic`: like `loss_fn`, on `predicted_values`, `values` and `returns`."""
     critic_loss_config: dict[str, float] = field(default_factory=dict)
@@ -261,6 +275,11 @@ class AlgorithmConfig:
         config's."""
         own = getattr(_unwrapped(self.workflow), "after_rewards", None)
         return [hook for hook in (own, self.after_rewards) if hook is not None]
+
+    @property
+    def kl_in_return(self) -> bool:
+        """Whether tokens pay for their KL to the reference in their rewards."""
+        return self.kl_coef > 0 and self.kl_in == "return"
 
     @property
     def steps_per_batch(self) -> int:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 
-from torchtitan_rl.algorithm.grouping import form_groups
+from torchtitan_rl.algorithm.grouping import form_groups, set_baselines
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.dispatch.policy_weights import PolicyWeights
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
@@ -74,17 +75,21 @@ class Rollouts:
         """The group of one draw, as played: before hooks and grouping. A restored group is not played again."""
         group = None if self.finished is None else self.finished.take(draw.id, draw.task)
         if group is None:
-            group = await run_group(
+            play = partial(
+                run_group,
                 workflow,
                 draw.task,
-                policy=policy,
-                n=self.config.algorithm.group_size,
                 seed=self.config.seed,
-                group_id=draw.id,
                 reward=self.family,
                 reward_timeout_s=self.config.controller.reward_timeout_s,
                 tried=None if self.failures is None else self.failures.tried,
             )
+            attempts = play(policy=policy, n=self.config.algorithm.group_size, group_id=draw.id)
+            if self.config.algorithm.greedy_baseline:
+                greedy = play(policy=self.policy(0.0), n=1, group_id=f"{draw.id}/greedy")
+                group = await _with_baseline(attempts, greedy, patient=self.failures is not None)
+            else:
+                group = await attempts
             if self.finished is not None:
                 self.finished.keep(draw.id, draw.task, group)
         if self._score_early is not None:
@@ -119,6 +124,19 @@ class Rollouts:
         policy, workflow = self.policy(1.0), self.workflow(family)
         pairs = await asyncio.gather(*(demonstrate(workflow, task, policy) for task in tasks))
         return [pair for turns in pairs for pair in turns]
+
+
+async def _with_baseline(
+    attempts: Awaitable[RolloutGroup], greedy: Awaitable[RolloutGroup], *, patient: bool
+) -> RolloutGroup:
+    """The group of `attempts` with the rewards of the greedy group beside it as baselines. Raises what either raises,
+    with `patient` once both have ended."""
+    played: list = list(await asyncio.gather(attempts, greedy, return_exceptions=patient))
+    if failure := next((result for result in played if isinstance(result, BaseException)), None):
+        raise failure
+    group, beside = played
+    set_baselines(group, beside)
+    return group
 
 
 def _is_plain(group: RolloutGroup) -> bool:

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from torchtitan_rl.algorithm.advantages import sees_batch, sees_group
 from torchtitan_rl.algorithm.distill import token_advantages
 from torchtitan_rl.algorithm.grouping import by_task_and_role, fill_rewards
 from torchtitan_rl.rollout.policy import Policy, Prompt
@@ -107,9 +108,10 @@ class DistillGroup:
     def __post_init__(self) -> None:
         _check(self, "rollout", "siblings")
         fn = self.advantage_fn
-        if fn is not None and (not callable(fn) or getattr(fn, "sees_batch", False)):
+        if fn is not None and (not callable(fn) or sees_batch(fn) or sees_group(fn)):
             raise ValueError(
-                f"advantage_fn={fn!r}: is not an estimator of one group; give one such as grpo or rloo, or None"
+                f"advantage_fn={fn!r}: is not an estimator of one group's rewards; give one such as grpo or rloo, or "
+                "None"
             )
 
     async def __call__(self, group: RolloutGroup, policy: Policy) -> None:

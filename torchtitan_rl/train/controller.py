@@ -52,6 +52,7 @@ from torchtitan_rl.train import lines, listeners, resume
 from torchtitan_rl.train.checkpoints import Checkpoints
 from torchtitan_rl.train.early_stop import CollapseRule, EarlyEnd, end_early
 from torchtitan_rl.train.evaluation import Evaluation, Evaluations
+from torchtitan_rl.train.kl_coefficient import AdaptiveKL
 from torchtitan_rl.train.lines import StepMetrics
 from torchtitan_rl.train.numeric_guard import note_bad_step
 from torchtitan_rl.train.overlap import Overlap
@@ -111,6 +112,9 @@ class Controller(AbstractAsyncContextManager):
         self.collapse: CollapseRule | None = None
         if stopping.min_entropy or stopping.max_no_signal:
             self.collapse = CollapseRule(stopping, self.state.collapse, self.stop)
+        self.adaptive_kl: AdaptiveKL | None = None
+        if config.algorithm.kl_target:
+            self.adaptive_kl = AdaptiveKL(config.algorithm, self.state)
         self.explainer: MismatchExplainer | None = None
         if record.explain_mismatch_every:
             self.explainer = MismatchExplainer(config, stack, self.state, recorder)
@@ -361,6 +365,8 @@ class Controller(AbstractAsyncContextManager):
         publish. `mismatch/*` are computed on the first minibatch, before its step.
         """
         algorithm, line = self.config.algorithm, StepMetrics()
+        if self.adaptive_kl is not None:
+            algorithm = self.adaptive_kl.algorithm()
         trained: list[Trained] = []
         explaining: AbstractAsyncContextManager[dict[str, float]] = nullcontext({})
         if self.explainer is not None:
@@ -372,6 +378,8 @@ class Controller(AbstractAsyncContextManager):
             with span("count metrics"):
                 of_batch = lines.of_batch(sampled or groups, self.generator.health())
                 of_batch |= lag_metrics(groups, self.versions.publications)
+                if self.adaptive_kl is not None:
+                    of_batch |= self.adaptive_kl.adapt(data)
             for epoch in range(algorithm.num_epochs):
                 for minibatch in minibatches(data, algorithm, groups) if algorithm.tasks_per_minibatch else [data]:
                     output = await take_step(minibatch, self.roles, self.config, self.state.step, line)

@@ -9,6 +9,7 @@ from collections.abc import Awaitable
 from torchtitan_rl.algorithm.distill import teacher_request, with_teacher
 from torchtitan_rl.algorithm.gae import with_gae
 from torchtitan_rl.algorithm.inputs import with_inputs, without_inputs
+from torchtitan_rl.algorithm.returns import with_kl_returns
 from torchtitan_rl.algorithm.terms import with_kl_reward
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.dispatch.training_client import TrainingClient
@@ -22,8 +23,8 @@ __all__ = ["critic_step", "with_old_logprobs", "with_roles"]
 async def with_roles(
     data: list[Datum], groups: list[RolloutGroup], roles: dict[str, TrainingClient], config: AlgorithmConfig
 ) -> list[Datum]:
-    """The data with log-probabilities of reference and teacher, and GAE advantages from the critic's values. Forwards
-    of roles on devices of their own overlap.
+    """The data with log-probabilities of reference and teacher, GAE advantages from the critic's values, and the KL to
+    the reference in advantages or returns. Forwards of roles on devices of their own overlap.
 
     A critic's advantages are per token and stay in the datums: `advantages` of a group becomes None, unless the group
     has precomputed advantages. With distillation that does not use rewards, `advantages` of every group becomes None.
@@ -38,15 +39,14 @@ async def with_roles(
         data = with_inputs(data, old_logprobs=outputs["policy"].policy_logprobs)
     for role in outputs.keys() & {"reference", "teacher"}:
         data = with_inputs(data, **{f"{role}_logprobs": outputs[role].policy_logprobs})
+    precomputed = {index for index, group in enumerate(groups) if group.precomputed}
     if "critic" in outputs:
         rewards = [reward for group in groups for reward in group.rewards]
         data = with_gae(
-            data,
-            [rewards[datum.rollout] for datum in data],
-            outputs["critic"].values,
-            config,
-            keep_groups={index for index, group in enumerate(groups) if group.precomputed},
+            data, [rewards[datum.rollout] for datum in data], outputs["critic"].values, config, keep_groups=precomputed
         )
+    elif config.kl_in_return:
+        data = with_kl_returns(data, config, keep_groups=precomputed)
     if config.distill is not None:
         data = with_teacher(data, outputs["teacher"], config.distill)
     taught = config.distill is not None and not config.distill.rewards

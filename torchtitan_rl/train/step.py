@@ -14,6 +14,7 @@ from torchtitan_rl.algorithm import soft_targets
 from torchtitan_rl.algorithm.datums import to_datums
 from torchtitan_rl.algorithm.objective import policy_objective
 from torchtitan_rl.algorithm.terms import with_kept_weights
+from torchtitan_rl.algorithm.whitening import with_whitened
 from torchtitan_rl.config.algorithm import AlgorithmConfig, ScheduleConfig
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.dispatch.training_client import TrainingClient
@@ -30,15 +31,15 @@ __all__ = ["StepOutput", "count_bad", "lr_factor", "optim_params", "take_step", 
 async def training_data(
     groups: list[RolloutGroup], roles: dict[str, TrainingClient], config: AlgorithmConfig
 ) -> list[Datum]:
-    """Training data of judged groups, with the scores of reference, teacher and critic. Raises ValueError for groups
-    without a turn."""
+    """Training data of judged groups, with the scores of reference, teacher and critic, and whitened where the config
+    says so. Raises ValueError for groups without a turn."""
     with span("make training data"):
         data = to_datums(groups, config)
     if not data:
         raise ValueError(f"groups: {len(groups)} of them hold no turn to train on; give rollouts with turns")
     if len(roles) > 1 or config.recompute_logprobs_per_batch:
         data = await role_scores.with_roles(data, groups, roles, config)
-    return data
+    return with_whitened(data) if config.whiten_advantages else data
 
 
 @dataclass(kw_only=True, slots=True)

@@ -84,7 +84,10 @@ class Rollout:
     reward: float | None = None
     """Reward of the whole attempt; None takes the last turn's reward, see `algorithm.grouping.fill_rewards`."""
     reward_parts: dict[str, float] = field(default_factory=dict)
-    """Numbers that the reward was made from, by name: for curves and records, nothing trains on them."""
+    """Numbers that the reward was made from, by name: for curves and records. Only an estimator that asks for them
+    trains on them, such as `algorithm.group_estimators.gdpo`."""
+    baseline: float | None = None
+    """Reward of a greedy rollout of the same task and role; None: none was played (`algorithm.greedy_baseline`)."""
     text: str = ""
     """The decoded completions, for records and people; with several turns, the observations too."""
     group: str = ""

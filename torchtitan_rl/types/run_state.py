@@ -42,6 +42,8 @@ class RunState:
     """With a lag: the evaluations after step `step` that are not made yet, such as `validation`."""
     collapse: dict[str, int] = field(default_factory=dict)
     """Batches in a row with a sign of collapse, by rule; see `train.early_stop`."""
+    kl_coef: float | None = None
+    """The coefficient of the KL that the next batch trains with, where it adapts (`algorithm.kl_target`)."""
     warm_start: dict | None = None
     """The evaluation before reinforcement; None before it was made."""
 

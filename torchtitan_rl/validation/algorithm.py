@@ -33,9 +33,22 @@ def check_algorithm(config: RunConfig) -> None:
     algorithm, roles = config.algorithm, config.roles
     _check_schedule("algorithm.schedule", algorithm.schedule)
     _check_schedule("supervised.schedule", config.supervised.schedule)
-    estimators = algorithm.advantage_fn if isinstance(algorithm.advantage_fn, dict) else {"": algorithm.advantage_fn}
-    for role, estimator in estimators.items():
-        _check_function(f"algorithm.advantage_fn{role and '.' + role}", estimator, advantages)
+    for role, estimator in advantages.estimators_of(algorithm).items():
+        where = f"algorithm.advantage_fn{role and '.' + role}"
+        _check_function(where, estimator, advantages)
+        if isinstance(estimator, partial) and estimator.func is advantages.pass_at_k:
+            _check_subsets(where, estimator.keywords.get("k", 0), algorithm)
+    estimators = advantages.estimators_of(algorithm).values()
+    if algorithm.greedy_baseline and not any(map(advantages.sees_group, estimators)):
+        raise ValueError(
+            "algorithm.greedy_baseline=True: plays a rollout of every task for a baseline, and no estimator that sees "
+            "groups would read it; use advantage_fn=group_estimators.remax, or False"
+        )
+    if algorithm.greedy_baseline and not _uses_estimators(algorithm, roles):
+        raise ValueError(
+            "algorithm.greedy_baseline=True: plays a rollout of every task for an estimator, whose advantages do not "
+            "count with a critic, with a teacher that trains alone, or with precomputed_advantages='require'; use False"
+        )
     functions = {"loss_fn": losses, "critic_loss_fn": losses, "reduction": reductions}
     if algorithm.correction_fn is not None:
         functions["correction_fn"] = corrections
@@ -100,17 +113,20 @@ def _check_terms(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
                 "policy; use 'k2' (the gradient of the KL), 'k3', algorithm.kl_in='reward', or "
                 "algorithm.kl_ratio_weighted=True"
             )
-        if algorithm.kl_in == "reward" and algorithm.kl_estimator != "k1":
+        if algorithm.kl_in != "loss" and algorithm.kl_estimator != "k1":
             raise ValueError(
                 f"algorithm.kl_estimator={algorithm.kl_estimator!r}: as a reward its policy gradient is not that of "
                 "the KL, and near the reference it can point away from it; use 'k1' with "
-                "algorithm.kl_in='reward', or 'loss'"
+                f"algorithm.kl_in={algorithm.kl_in!r}, or 'loss'"
             )
     if algorithm.kl_ratio_weighted:
         _check_weighted_kl(algorithm)
+    _check_adaptive_kl(algorithm)
     _check_correction(algorithm, _columns(algorithm, roles))
     if roles.critic is None:
         for name, default in (("critic_loss_config", {}), ("gae_gamma", 1.0), ("gae_lambda", 1.0)):
+            if name == "gae_gamma" and algorithm.kl_in_return:
+                continue
             if getattr(algorithm, name) != default:
                 raise ValueError(
                     f"algorithm.{name}={getattr(algorithm, name)}: is for a critic and this run has none; "
@@ -126,7 +142,7 @@ def _check_weighted_kl(algorithm: AlgorithmConfig) -> None:
     where = "algorithm.kl_ratio_weighted=True"
     if not algorithm.kl_coef:
         raise ValueError(f"{where}: there is no KL to weigh; set algorithm.kl_coef, or use False")
-    if algorithm.kl_in == "reward":
+    if algorithm.kl_in != "loss":
         raise ValueError(
             f"{where}: a KL in the reward is a part of the advantage, which the loss's own ratio multiplies; use "
             "False, or algorithm.kl_in='loss'"
@@ -135,6 +151,33 @@ def _check_weighted_kl(algorithm: AlgorithmConfig) -> None:
         raise ValueError(
             f"{where}: the mean of algorithm.kl_estimator='k2' is not the KL, so weighed by the ratio its gradient is "
             "not that of the KL; use 'k3' or 'k1', or False"
+        )
+
+
+def _check_adaptive_kl(algorithm: AlgorithmConfig) -> None:
+    target, horizon = algorithm.kl_target, algorithm.kl_horizon
+    if not target:
+        if horizon != AlgorithmConfig().kl_horizon:
+            raise ValueError(
+                f"algorithm.kl_horizon={horizon}: without a target no coefficient adapts; set algorithm.kl_target or "
+                f"use {AlgorithmConfig().kl_horizon}"
+            )
+        return
+    if not algorithm.kl_coef:
+        raise ValueError(
+            f"algorithm.kl_target={target}: there is no coefficient to adapt, and 0 stays 0; set algorithm.kl_coef to "
+            "the first one, with roles.reference, or use 0"
+        )
+    if algorithm.kl_in == "loss":
+        raise ValueError(
+            f"algorithm.kl_target={target}: adapts the coefficient of a KL in rewards, and algorithm.kl_in='loss' is a "
+            "term of the loss; use 'return' or 'reward', or kl_target=0"
+        )
+    rollouts = algorithm.tasks_per_step * algorithm.group_size
+    if horizon < rollouts:
+        raise ValueError(
+            f"algorithm.kl_horizon={horizon}: a batch has {rollouts} rollouts, so one batch would change the "
+            f"coefficient by more than a fifth; use {rollouts} or more"
         )
 
 
@@ -190,13 +233,14 @@ def _probe(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
         columns=columns,
     )
     loss = partial(algorithm.loss_fn, **algorithm.loss_config)
-    if algorithm.kl_coef and algorithm.kl_in == "reward" and not reads("advantages", loss, columns, outputs):
+    if algorithm.kl_coef and algorithm.kl_in != "loss" and not reads("advantages", loss, columns, outputs):
         raise ValueError(
-            f"algorithm.kl_in='reward': {function_name(algorithm.loss_fn)} does not read advantages, so "
+            f"algorithm.kl_in={algorithm.kl_in!r}: {function_name(algorithm.loss_fn)} does not read advantages, so "
             "the KL would not count; use 'loss'"
         )
     needs = {
         "algorithm.distill.divergence='tokens'": divergence == "tokens",
+        "algorithm.whiten_advantages=True": algorithm.whiten_advantages,
         "algorithm.distill.rewards=True": bool(divergence) and algorithm.distill.rewards,
         "self-distillation": any(
             not teacher.top_k or getattr(teacher, "advantage_fn", None) for teacher in algorithm.own_teachers
@@ -263,6 +307,20 @@ def _check_arguments(name: str, function: Callable, arguments: dict[str, float])
             raise ValueError(
                 f"algorithm.{name}_config.{argument}={value}: {function_name(function)} has no such argument; {hint}"
             )
+
+
+def _uses_estimators(algorithm: AlgorithmConfig, roles: RolesConfig) -> bool:
+    taught = algorithm.distill is not None and not algorithm.distill.rewards
+    return roles.critic is None and not taught and algorithm.precomputed_advantages != "require"
+
+
+def _check_subsets(where: str, k: int, algorithm: AlgorithmConfig) -> None:
+    """Raises ValueError for subsets of k rollouts that a group of `group_size` has none of, or a single one."""
+    if k >= algorithm.group_size and algorithm.trajectory_grouping_hook is None:
+        raise ValueError(
+            f"{where}=pass_at_k(k={k}): compares subsets of {k} rollouts, and algorithm.group_size="
+            f"{algorithm.group_size} has at most one; use a smaller k, or larger groups"
+        )
 
 
 def _check_schedule(where: str, schedule: ScheduleConfig) -> None:

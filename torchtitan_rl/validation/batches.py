@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from functools import partial
 
-from torchtitan_rl.algorithm.advantages import estimate_advantages
+from torchtitan_rl.algorithm.advantages import estimate_advantages, estimators_of
+from torchtitan_rl.algorithm.group_estimators import gdpo
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.config.resolve import function_name
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.health.siblings import compares_siblings
-from torchtitan_rl.types import Rollout, RolloutGroup, Task
+from torchtitan_rl.validation.functions import made_up_group
 
 __all__ = ["check_batches"]
 
@@ -44,11 +47,7 @@ def _check_group_of_one(config: RunConfig) -> None:
     algorithm = config.algorithm
     if algorithm.group_size != 1 or not compares_siblings(config) or isinstance(algorithm.advantage_fn, dict):
         return
-    task = Task(id="probe", prompt="")
-    groups = [
-        RolloutGroup(id=f"probe/{i}", rollouts=[Rollout(id=f"probe/{i}/0", task=task, turns=[], reward=float(i))])
-        for i in range(3)
-    ]
+    groups = [made_up_group(f"probe/{i}", [float(i)], algorithm) for i in range(3)]
     estimate_advantages(groups, algorithm)
     if not any(advantage for group in groups for advantage in group.advantages or ()):
         raise ValueError(
@@ -71,6 +70,11 @@ def _check_filters(config: RunConfig) -> None:
             f"{where}.zero_variance=True: can never pass a group of algorithm.group_size=1, whose reward "
             "is equal to itself; raise group_size or use False"
         )
+    if filters.overlong == "penalty" and any(map(_reads_parts_alone, estimators_of(algorithm).values())):
+        raise ValueError(
+            f"{where}.overlong='penalty': lowers the reward, and gdpo reads reward parts alone; use 'mask' or 'drop', "
+            "or make the length a part of the reward"
+        )
     if filters.overlong != "penalty":
         if filters.overlong_buffer:
             raise ValueError(
@@ -83,6 +87,10 @@ def _check_filters(config: RunConfig) -> None:
             f"{where}.overlong_buffer={filters.overlong_buffer}: must be between 0 and "
             f"sampling.max_tokens={config.sampling.max_tokens}"
         )
+
+
+def _reads_parts_alone(estimator: Callable) -> bool:
+    return (estimator.func if isinstance(estimator, partial) else estimator) is gdpo
 
 
 def _check_grouping(algorithm: AlgorithmConfig) -> None:

@@ -50,6 +50,16 @@ def _check_teacher_role(
         )
     if distill.divergence == "top_k" and distill.top_k > vocab_size:
         raise ValueError(f"{where}.top_k={distill.top_k}: must be from 1 to the vocabulary's {vocab_size} tokens")
+    if algorithm.kl_in_return:
+        raise ValueError(
+            "algorithm.kl_in='return': sums up what a rollout's tokens earn, and a teacher's advantages are no rewards "
+            "of theirs; use 'reward' or 'loss'"
+        )
+    if algorithm.whiten_advantages:
+        raise ValueError(
+            "algorithm.whiten_advantages=True: would hide how far the teacher is, which algorithm.distill learns from; "
+            "use False"
+        )
     if distill.rewards:
         return
     alone = f"{where}.rewards=False: the teacher alone trains, so"

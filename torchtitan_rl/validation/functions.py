@@ -10,9 +10,17 @@ import torch
 from torchtitan_rl.algorithm.advantages import estimate_advantages
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.record.user_code import defined_at, described, raised_at
-from torchtitan_rl.types import LossInputs, Rollout, RolloutGroup, Task
+from torchtitan_rl.types import Completion, LossInputs, Rollout, RolloutGroup, Task, Turn
 
-__all__ = ["needs_old_logprobs", "probe_advantages", "probe_correction", "probe_loss", "probe_reduction", "reads"]
+__all__ = [
+    "made_up_group",
+    "needs_old_logprobs",
+    "probe_advantages",
+    "probe_correction",
+    "probe_loss",
+    "probe_reduction",
+]
+__all__ += ["reads"]
 
 _LENGTHS = [3, 2]
 _OUTPUTS = {  # the model's, for five tokens of two datums; the first token does not train
@@ -108,26 +116,43 @@ def probe_correction(
 def probe_advantages(config: AlgorithmConfig) -> None:
     """Refuses an estimator that fails, or gives anything but one finite number per rollout. Tried on groups with all
     rewards 1, all 0, mixed and graded."""
-    size, task = config.group_size, Task(id="probe", prompt="")
+    size = config.group_size
     graded = [i / size for i in range(size)]
     rewards = [[1.0] * size, [0.0] * size, [float(i % 2) for i in range(size)], graded]
     for role in config.advantage_fn if isinstance(config.advantage_fn, dict) else ["policy"]:
-        groups = [
-            RolloutGroup(
-                id=f"probe/{i}",
-                rollouts=[
-                    Rollout(id=f"probe/{i}/{j}", task=task, turns=[], reward=reward, role=role)
-                    for j, reward in enumerate(rewards_G)
-                ],
-            )
-            for i, rewards_G in enumerate(rewards)
-        ]
+        groups = [made_up_group(f"probe/{i}", rewards_G, config, role=role) for i, rewards_G in enumerate(rewards)]
         estimator = config.advantage_fn[role] if isinstance(config.advantage_fn, dict) else config.advantage_fn
         try:
             _tried("algorithm.advantage_fn", partial(estimate_advantages, groups, config), {})
         except ValueError as error:
             place = defined_at(estimator)
             raise ValueError(f"{error}{place if '.py:' not in str(error) else ''}") from error
+
+
+def made_up_group(name: str, rewards_G: list[float], config: AlgorithmConfig, *, role: str = "policy") -> RolloutGroup:
+    """A group of rollouts of one turn and of 1 to 8 sampled tokens, with these rewards, and a baseline where the run
+    will play one. Each has every reward part that is asked for by name, because no task says here what parts its reward
+    has; the value is the reward."""
+    task = Task(id="probe", prompt="")
+    rollouts = []
+    for i, reward in enumerate(rewards_G):
+        length = 1 + i % 8
+        sampled = Completion(
+            tokens=[0] * length, logprobs=[-1.0] * length, policy_versions=[0] * length, finish_reason="stop"
+        )
+        turns = [Turn(prompt_tokens=[0], completion=sampled)]
+        parts = _AnyPart(part=reward)
+        rollouts.append(Rollout(id=f"{name}/{i}", task=task, turns=turns, reward=reward, reward_parts=parts, role=role))
+    for rollout in rollouts:
+        rollout.baseline = 0.5 if config.greedy_baseline else None
+    return RolloutGroup(id=name, rollouts=rollouts)
+
+
+class _AnyPart(dict):
+    """Reward parts with a value under any name."""
+
+    def __missing__(self, name: str) -> float:
+        return self["part"]
 
 
 def probe_reduction(where: str, reduction: Callable) -> None:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from torchtitan_rl.algorithm.advantages import estimate_advantages, sees_group
+from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.tasks.env import Env
 from torchtitan_rl.tasks.family import TaskFamily
 from torchtitan_rl.tasks.judging import judge
 from torchtitan_rl.tasks.mixture import Mixture
+from torchtitan_rl.tasks.reward_parts import Parts
 from torchtitan_rl.types import Task
+from torchtitan_rl.validation.functions import made_up_group
 
 __all__ = ["check_reward"]
 
 
 async def check_reward(config: RunConfig, family: TaskFamily) -> None:
     """Raises RuntimeError where a reward fails on two made-up completions, one of them empty, of the first train task;
-    of a mixture, of each family's first.
+    of a mixture, of each family's first. Raises ValueError where the estimator asks for a reward part that they lack.
 
     Not where the task's environment or a workflow of the user's own gives the rewards, nor with
     `controller.check_reward=False`.
@@ -30,17 +34,40 @@ async def check_reward(config: RunConfig, family: TaskFamily) -> None:
             continue
         texts = (task.demonstration, task.answer, "made up")
         completions = ["", next(text for text in texts if isinstance(text, str) and text)]
-        await _judged(config, family, task, completions)
+        parts: Parts = {}
+        rewards = await _judged(config, family, task, completions, parts)
+        _check_parts(config.algorithm, rewards, parts)
 
 
-async def _judged(config: RunConfig, family: TaskFamily, task: Task, completions: list[str]) -> None:
+async def _judged(
+    config: RunConfig, family: TaskFamily, task: Task, completions: list[str], parts: Parts
+) -> list[float]:
     """Asks a reward once, or as often as the run would where rollouts may fail."""
     algorithm = config.algorithm
     for left in reversed(range(1 if algorithm.on_rollout_failure == "fail" else 1 + algorithm.rollout_retries)):
         try:
-            await judge(family, task, completions, config.controller.reward_timeout_s)
-            return
+            return await judge(family, task, completions, config.controller.reward_timeout_s, parts)
         except RuntimeError as error:
             if not left:
                 called = "called on two made-up completions; --no-reward-check skips this call"
                 raise RuntimeError(f"{error}\n{called}") from error
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _check_parts(algorithm: AlgorithmConfig, rewards: list[float], parts: Parts) -> None:
+    """Calls an estimator that sees groups on the two completions, with their rewards and reward parts."""
+    hooks = algorithm.trajectory_grouping_hook, algorithm.after_rewards  # may add parts
+    estimator = algorithm.advantage_fn
+    if isinstance(estimator, dict) or not sees_group(estimator) or any(hook is not None for hook in hooks):
+        return
+    group = made_up_group("probe/0", rewards, algorithm)
+    for i, rollout in enumerate(group.rollouts):
+        rollout.reward_parts = {name: numbers[i] for name, numbers in parts.items()}
+    try:
+        estimate_advantages([group], algorithm)
+    except ValueError as error:
+        text = str(error)
+        where = "" if text.startswith("algorithm.") else "algorithm.advantage_fn: "
+        raise ValueError(
+            f"{where}{text}\ncalled on two made-up completions; --no-reward-check skips this call"
+        ) from error

@@ -4,6 +4,7 @@ Written from the formulas, not from the package: nothing of it is imported here.
 dict of equally long lists; `mask` is true where the policy produced the token, `weight` is the token's share of a mean.
 """
 
+import itertools
 import math
 
 import numpy as np
@@ -57,6 +58,61 @@ def reinforce_pp_baseline(groups):
     centered = [[0.0] * len(rewards) if no_spread(rewards) else group_centered(rewards) for rewards in groups]
     everything = [a for group in centered for a in group]
     return [[(a - mean(everything)) / std(everything) for a in group] for group in centered]
+
+
+def opo(rewards, lengths):
+    """OPO: A_i = r_i - sum of l_j r_j / sum of l_j."""
+    baseline = math.fsum(length * reward for length, reward in zip(lengths, rewards)) / math.fsum(lengths)
+    return [reward - baseline for reward in rewards]
+
+
+def gdpo(groups, weights):
+    """GDPO: the sum over parts of weight x GRPO of the part, less its mean over the batch, over its deviation.
+    A group is a dict from parts to the numbers of its rollouts."""
+    sums = []
+    for group in groups:
+        normalised = {name: grpo(group[name]) for name in weights}
+        size = len(next(iter(normalised.values())))
+        sums.append([math.fsum(weights[name] * normalised[name][i] for name in weights) for i in range(size)])
+    everything = [number for of_group in sums for number in of_group]
+    if max(map(abs, everything)) <= 1e-6 * math.fsum(map(abs, weights.values())):
+        return [[0.0] * len(of_group) for of_group in sums]
+    return [[(number - mean(everything)) / std(everything) for number in of_group] for of_group in sums]
+
+
+def length_rewarded(rewards, lengths, weight, correct=1.0):
+    """Kimi k1.5: r_i + weight x (1/2 - (l_i - min l) / (max l - min l)), at most r_i for a wrong rollout."""
+    if min(lengths) == max(lengths):
+        return list(rewards)
+    short = [0.5 - (length - min(lengths)) / (max(lengths) - min(lengths)) for length in lengths]
+    return [
+        reward + weight * (bonus if reward >= correct else min(0.0, bonus)) for reward, bonus in zip(rewards, short)
+    ]
+
+
+def length_discounted(rewards, lengths, alpha, correct=1.0):
+    """Arora and Zanette: r_i (1 - alpha sigmoid((l_i - mean) / std)) for a right rollout, over the right ones."""
+    of_right = [length for reward, length in zip(rewards, lengths) if reward >= correct]
+    discounted = []
+    for reward, length in zip(rewards, lengths):
+        if reward >= correct:
+            relative = (length - mean(of_right)) / std(of_right) if len(set(of_right)) > 1 else 0.0
+            reward *= 1 - alpha / (1 + math.exp(-relative))
+        discounted.append(reward)
+    return discounted
+
+
+def pass_at_k(rewards, k, correct=1.0):
+    """Pass@k training: the mean reward of the subsets of k rollouts with rollout i, less that of all subsets, over the
+    standard deviation of all subsets; every subset is looked at. 0 where there is none, or where all are alike."""
+    subsets = list(itertools.combinations(range(len(rewards)), k))
+    rewarded = [float(any(rewards[i] >= correct for i in subset)) for subset in subsets]
+    if not subsets or len(set(rewarded)) == 1:
+        return [0.0] * len(rewards)
+    return [
+        (mean([r for subset, r in zip(subsets, rewarded) if i in subset]) - mean(rewarded)) / std(rewarded)
+        for i in range(len(rewards))
+    ]
 
 
 # Losses of a batch of sequences: `weight`, `mask`, `policy`, `old`, `advantage` per token.

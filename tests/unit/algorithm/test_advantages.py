@@ -3,6 +3,7 @@
 import functools
 import math
 import re
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from torchtitan_rl.algorithm.advantages import (
     estimator_for,
     group_centered,
     grpo,
+    pass_at_k,
     reinforce,
     reinforce_pp_baseline,
     rloo,
@@ -167,6 +169,56 @@ def test_kinds_of_standard_deviation():
         grpo(torch.tensor([0.0, 1.0]), std="sample")
 
 
+def test_pass_at_k_by_hand():
+    # One right of four, k = 2: of the six pairs three have the right one. Mean and deviation 1/2.
+    # Pairs with the right one are all rewarded: (1 - 1/2) / (1/2). With a wrong one one of three: (1/3 - 1/2) / (1/2).
+    one_of_four = advantages(functools.partial(pass_at_k, k=2), 1.0, 0.0, 0.0, 0.5)
+    assert one_of_four == pytest.approx([1.0, -1 / 3, -1 / 3, -1 / 3], rel=1e-15)
+    # Half a point is right with a lower bound: one pair of six has none right, mean 5/6, deviation sqrt(5)/6.
+    lower = advantages(functools.partial(pass_at_k, k=2, correct=0.5), 1.0, 0.0, 0.0, 0.5)
+    root = math.sqrt(5)
+    assert lower == pytest.approx([1 / root, -1 / root, -1 / root, 1 / root])
+    # Three of four right: every pair has a right one, so nothing is left to win.
+    assert advantages(functools.partial(pass_at_k, k=2), 1.0, 1.0, 0.0, 1.0) == [0.0] * 4
+
+
+def pass_at_k_of_the_paper(num_right, num_wrong, k):
+    """(right, wrong) by the equations of the paper's section 2.4, with its mean over groups of k, in exact fractions:
+    1 - mean would be all rounding where the mean is close to 1."""
+    size = num_right + num_wrong
+    average = 1 - Fraction(math.comb(num_wrong, k), math.comb(size, k))
+    deviation = math.sqrt(average * (1 - average))
+    wrong = 1 - average - Fraction(math.comb(num_wrong - 1, k - 1), math.comb(size - 1, k - 1))
+    return (1 - average) / deviation, wrong / deviation
+
+
+@pytest.mark.parametrize("size", [2, 5, 8, 64])
+def test_pass_at_k_is_the_papers_closed_form(size):
+    for k in range(1, min(size, 9)):
+        for num_right in range(1, size - k + 1):  # more, and every subset has a right one
+            rewards = [1.0] * num_right + [0.0] * (size - num_right)
+            right, wrong = pass_at_k_of_the_paper(num_right, size - num_right, k)
+            ours = advantages(functools.partial(pass_at_k, k=k), *rewards)
+            assert ours == pytest.approx([right] * num_right + [wrong] * (size - num_right), rel=1e-10)
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(rewards=st.lists(st.sampled_from([0.0, 0.4, 1.0, 1.5]), min_size=1, max_size=9), k=st.integers(1, 9))
+def test_pass_at_k_is_the_mean_over_all_subsets(rewards, k):
+    ours = advantages(functools.partial(pass_at_k, k=k), *rewards)
+    assert ours == pytest.approx(reference.pass_at_k(rewards, k), rel=1e-10, abs=1e-10)
+    assert math.fsum(ours) == pytest.approx(0, abs=1e-12)
+
+
+def test_pass_at_k_of_one_is_grpo_and_a_small_group_learns_nothing():
+    rewards = [1.0, 0.0, 0.0, 1.0, 1.0]
+    assert advantages(functools.partial(pass_at_k, k=1), *rewards) == pytest.approx(advantages(grpo, *rewards))
+    assert advantages(functools.partial(pass_at_k, k=3), 1.0, 0.0) == [0.0, 0.0]
+    for k in (0, -1, 1.5):
+        with pytest.raises(ValueError, match=f"k={k}: is no number of rollouts; use 2 or more"):
+            pass_at_k(torch.tensor([1.0, 0.0]), k=k)
+
+
 BASELINED = [
     group_centered,
     grpo,
@@ -175,9 +227,10 @@ BASELINED = [
     rloo,
     reinforce_pp_baseline,
 ]
+OF_SUBSETS = functools.partial(pass_at_k, k=2, correct=0.0)
 
 
-@pytest.mark.parametrize("estimator", BASELINED)
+@pytest.mark.parametrize("estimator", [*BASELINED, OF_SUBSETS])
 def test_a_group_of_one_and_equal_rewards_teach_nothing(estimator):
     assert of_batch(estimator, [0.7], [-3.0]) == [[0.0], [0.0]]
     for row in of_batch(estimator, [0.5, 0.5, 0.5], [2.0, 2.0]):
@@ -228,7 +281,7 @@ def test_estimators_equal_their_formulas(groups):
         assert given_ == pytest.approx(expected, rel=1e-10, abs=1e-10)
 
 
-@pytest.mark.parametrize("estimator", [*BASELINED, reinforce])
+@pytest.mark.parametrize("estimator", [*BASELINED, reinforce, OF_SUBSETS])
 @settings(deadline=None, derandomize=True, max_examples=40)
 @given(groups=st.lists(rewards, min_size=1, max_size=4), random=st.randoms(use_true_random=False))
 def test_the_order_of_rollouts_and_groups_changes_no_advantage(estimator, groups, random):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchtitan_rl.algorithm import advantages, corrections, losses, presets, reductions
+from torchtitan_rl.algorithm import advantages, corrections, group_estimators, losses, presets, reductions
 from torchtitan_rl.config.algorithm import AlgorithmConfig, DistillConfig, FilterConfig
 from torchtitan_rl.config.load import load_config
 from torchtitan_rl.config.model import ModelConfig
@@ -33,8 +33,13 @@ PRESETS = {  # name: (config, role that the run brings)
     "vespo": (presets.vespo(), ""),
     "sapo": (presets.sapo(), ""),
     "gmpo": (presets.gmpo(), ""),
+    "gdpo": (presets.gdpo(), ""),
+    "opo": (presets.opo(), ""),
+    "pass_at_k": (presets.pass_at_k(k=4), ""),
+    "remax": (presets.remax(), ""),
     "rloo": (presets.rloo(), ""),
     "ppo": (presets.ppo(), "critic"),
+    "reinforce_pp": (presets.reinforce_pp(kl_coef=0.01), "reference"),
     "reinforce_pp_baseline": (presets.reinforce_pp_baseline(), ""),
     "distill": (presets.distill(), "teacher"),
     "self_distill": (presets.self_distill(workflow=self_distill(single_turn, prompt=hint)), ""),
@@ -61,6 +66,9 @@ def test_a_preset_is_accepted_on_the_quickstarts_task(name):
         ("dapo", advantages.grpo, losses.ppo, {"clip_low": 0.2, "clip_high": 0.28}, reductions.token_mean),
         ("gspo", advantages.grpo, losses.gspo, {"clip_low": 3e-4, "clip_high": 4e-4}, reductions.sequence_mean),
         ("cispo", advantages.grpo, losses.cispo, {"clip_low": 1.0, "clip_high": 4.0}, reductions.token_mean),
+        ("gdpo", group_estimators.gdpo, losses.ppo, {"clip_low": 0.2, "clip_high": 0.2}, reductions.sequence_mean),
+        ("reinforce_pp", advantages.reinforce, losses.ppo, {"clip_low": 0.2, "clip_high": 0.2}, reductions.token_mean),
+        ("opo", group_estimators.opo, losses.importance_sampling, {}, reductions.token_mean),
         (
             "dppo",
             advantages.group_centered,
@@ -100,6 +108,23 @@ def test_constant_lengths():
         [pytest.approx(1 / 24)],
     ]
     assert [w.unique().tolist() for w in presets.rloo().reduction(masks, [0, 0])] == [[0.5], [0.5]]
+
+
+def test_reinforce_pp_is_accepted_without_a_reference_and_with_siblings():
+    config = load_config(str(QUICKSTART))
+    config.algorithm = presets.reinforce_pp()
+    assert (config.algorithm.kl_in, config.algorithm.kl_in_return, config.algorithm.group_size) == ("return", False, 1)
+    validate(config)
+    config.algorithm = presets.reinforce_pp(group_size=4)
+    validate(config)
+
+
+def test_pass_at_k_has_its_k():
+    rewards = torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0], dtype=torch.float64)
+    for k in (2, 3):
+        of_preset = presets.pass_at_k(k=k).advantage_fn(rewards)
+        assert of_preset.tolist() == advantages.pass_at_k(rewards, k=k).tolist()
+    assert presets.pass_at_k(k=2).loss_config == {"clip_low": 0.2, "clip_high": 0.28}
 
 
 def test_a_change_sets_a_field():

@@ -4,11 +4,13 @@ import copy
 import dataclasses
 import math
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.kit.refusal import refusal
+from torchtitan_rl.algorithm.group_estimators import gdpo
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.config.load import apply_overrides, load_config
 from torchtitan_rl.config.resolve import resolved
@@ -70,6 +72,15 @@ def test_a_filter_that_nothing_can_pass_is_refused():
     )
     accepted(filters__zero_variance=True, group_size=2)
     accepted(filters__zero_variance=True, group_size=1, precomputed_advantages="require")
+
+
+def test_a_penalty_on_a_reward_that_the_estimator_does_not_read_is_refused():
+    for estimator in (gdpo, partial(gdpo, weights={"exact": 1.0}), {"solver": gdpo}):
+        assert refused(filters__overlong="penalty", advantage_fn=estimator) == (
+            "algorithm.filters.overlong='penalty': lowers the reward, and gdpo reads reward parts alone; use 'mask' or "
+            "'drop', or make the length a part of the reward"
+        )
+    accepted(filters__overlong="mask", advantage_fn=gdpo)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ import pytest
 
 from tests.kit.refusal import refusal
 from torchtitan_rl.algorithm import corrections, losses, reductions
-from torchtitan_rl.algorithm.advantages import grpo, reinforce, reinforce_pp_baseline, rloo
+from torchtitan_rl.algorithm.advantages import group_estimator, grpo, pass_at_k, reinforce, reinforce_pp_baseline, rloo
+from torchtitan_rl.algorithm.group_estimators import length_discounted, length_rewarded, opo, remax
 from torchtitan_rl.config.algorithm import AlgorithmConfig, ScheduleConfig
 from torchtitan_rl.config.meshes import GeneratorConfig
 from torchtitan_rl.config.model import ModelConfig
@@ -38,10 +39,15 @@ def refused(**config):
     return refusal(check, run(**config))
 
 
+ADAPTIVE = {"kl_target": 6.0, "kl_coef": 0.1, "kl_in": "return", "kl_estimator": "k1", "roles": ("reference",)}
+
+
 @pytest.mark.parametrize(
     "config",
     [
         {},
+        ADAPTIVE,
+        ADAPTIVE | {"kl_in": "reward", "kl_horizon": 128},
         {"advantage_fn": rloo, "loss_fn": losses.gspo, "reduction": reductions.sequence_mean},
         {"advantage_fn": functools.partial(grpo, std="unbiased"), "loss_fn": losses.cispo},
         {"advantage_fn": reinforce_pp_baseline, "loss_fn": losses.dro, "loss_config": {"beta": 0.2}},
@@ -59,6 +65,8 @@ def refused(**config):
         {"kl_coef": 0.1, "kl_ratio_weighted": True, "roles": ("reference",)},
         {"kl_coef": 0.1, "kl_ratio_weighted": True, "kl_estimator": "k1", "roles": ("reference",)},
         {"kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1", "roles": ("reference",)},
+        {"kl_coef": 0.1, "kl_in": "return", "kl_estimator": "k1", "gae_gamma": 0.99, "roles": ("reference",)},
+        {"kl_coef": 0.1, "kl_in": "return", "kl_estimator": "k1", "gae_lambda": 0.9, "roles": ("reference", "critic")},
         *(
             {"correction_fn": getattr(corrections, name), "recompute_logprobs_per_minibatch": True}
             for name in corrections.__all__
@@ -85,6 +93,7 @@ def refused(**config):
             "correction_denominator": "kept",
         },
         {"loss_config": {"dual_clip": 3.0}, "entropy_coef": 0.01},
+        {"whiten_advantages": True, "roles": ("critic",), "gae_lambda": 0.95},
     ],
 )
 def test_what_is_in_the_library_passes(config):
@@ -271,6 +280,66 @@ def test_an_estimator_that_is_not_one(estimator, message):
 
 
 @pytest.mark.parametrize(
+    ("estimator", "message"),
+    [
+        (
+            functools.partial(pass_at_k, k=8),
+            "algorithm.advantage_fn=pass_at_k(k=8): compares subsets of 8 rollouts, and algorithm.group_size=8 has at "
+            "most one; use a smaller k, or larger groups",
+        ),
+        (
+            {"solver": grpo, "judge": functools.partial(pass_at_k, k=9)},
+            "algorithm.advantage_fn.judge=pass_at_k(k=9): compares subsets of 9 rollouts",
+        ),
+        (functools.partial(pass_at_k, k=0), "k=0: is no number of rollouts"),
+        (pass_at_k, "missing 1 required keyword-only argument: 'k'"),
+    ],
+)
+def test_subsets_that_a_group_does_not_have(estimator, message):
+    assert message in refused(advantage_fn=estimator)
+    check(run(advantage_fn=functools.partial(pass_at_k, k=7)))
+    hook = lambda rollouts, config: []  # noqa: E731  # groups of any size
+    check(run(advantage_fn=functools.partial(pass_at_k, k=9), trajectory_grouping_hook=hook))
+
+
+@group_estimator
+def asks_for_a_part(group):
+    return group.part("exact") - group.lengths_G.mean() + len(group.rollouts[0].turns)
+
+
+@group_estimator
+def takes_it_for_rewards(group):
+    return group - group.mean()
+
+
+def test_a_greedy_baseline_and_the_estimator_that_reads_it_come_together():
+    check(run(advantage_fn=remax, greedy_baseline=True, group_size=1))
+    assert refused(advantage_fn=remax).startswith(
+        "algorithm.greedy_baseline: rollout probe/0/0 has no greedy one beside it; set it to True, and let a hook keep"
+    )
+    assert refused(greedy_baseline=True) == (
+        "algorithm.greedy_baseline=True: plays a rollout of every task for a baseline, and no estimator that sees "
+        "groups would read it; use advantage_fn=group_estimators.remax, or False"
+    )
+    for without in ({"roles": ("critic",)}, {"precomputed_advantages": "require"}):
+        assert "whose advantages do not count with a critic" in refused(
+            advantage_fn=remax, greedy_baseline=True, **without
+        )
+
+
+def test_an_estimator_of_groups_is_tried_with_lengths_and_any_part():
+    check(run(advantage_fn=asks_for_a_part))
+    check(run(advantage_fn={"solver": opo, "judge": asks_for_a_part}))
+    check(run(advantage_fn=functools.partial(length_rewarded, weight=0.5)))
+    check(run(advantage_fn=functools.partial(length_discounted, alpha=0.1, estimator=grpo)))
+    assert refused(advantage_fn=functools.partial(length_rewarded, weight=-1.0)) == (
+        "algorithm.advantage_fn: weight=-1.0: is no weight of a length reward; use a number above 0, such as 0.5"
+    )
+    said = refused(advantage_fn=takes_it_for_rewards)
+    assert said.startswith("algorithm.advantage_fn: raised AttributeError: 'JudgedGroup' object has no attribute")
+
+
+@pytest.mark.parametrize(
     ("reduction", "message"),
     [
         (lambda masks, groups: masks[:1], "returned a list of a tensor of shape (3,) for masks of 3, 1 and 2 tokens"),
@@ -321,6 +390,10 @@ def test_a_reduction_that_is_not_one(reduction, message):
             "algorithm.kl_ratio_weighted=True: there is no KL to weigh; set algorithm.kl_coef, or use False",
         ),
         (
+            {"kl_coef": 0.1, "kl_in": "return", "kl_estimator": "k2", "roles": ("reference",)},
+            "use 'k1' with algorithm.kl_in='return', or 'loss'",
+        ),
+        (
             {
                 "kl_coef": 0.1,
                 "kl_ratio_weighted": True,
@@ -333,6 +406,48 @@ def test_a_reduction_that_is_not_one(reduction, message):
         (
             {"kl_coef": 0.1, "kl_ratio_weighted": True, "kl_estimator": "k2", "roles": ("reference",)},
             "algorithm.kl_ratio_weighted=True: the mean of algorithm.kl_estimator='k2' is not the KL",
+        ),
+        (
+            {
+                "kl_coef": 0.1,
+                "kl_in": "return",
+                "kl_estimator": "k1",
+                "loss_fn": losses.cross_entropy,
+                "roles": ("reference",),
+            },
+            "algorithm.kl_in='return': torchtitan_rl.algorithm.losses:cross_entropy does not read advantages",
+        ),
+        (
+            {"kl_target": 6.0},
+            "algorithm.kl_target=6.0: there is no coefficient to adapt, and 0 stays 0; set algorithm.kl_coef to the "
+            "first one, with roles.reference, or use 0",
+        ),
+        ({"kl_target": 6.0, "kl_coef": 0.1}, "algorithm.kl_coef=0.1: there is no reference to measure the KL to"),
+        (
+            {"kl_target": 6.0, "kl_coef": 0.1, "roles": ("reference",)},
+            "algorithm.kl_target=6.0: adapts the coefficient of a KL in rewards, and algorithm.kl_in='loss' is a term "
+            "of the loss; use 'return' or 'reward', or kl_target=0",
+        ),
+        (
+            ADAPTIVE | {"kl_horizon": 127},
+            "algorithm.kl_horizon=127: a batch has 128 rollouts, so one batch would change the coefficient by more "
+            "than a fifth; use 128 or more",
+        ),
+        (
+            {"kl_horizon": 500},
+            "algorithm.kl_horizon=500: without a target no coefficient adapts; set algorithm.kl_target or use 10000",
+        ),
+        ({"kl_target": -1.0}, "algorithm.kl_target=-1.0: must not be negative; use 0 for a coefficient that stays"),
+        ({"kl_horizon": 0}, "algorithm.kl_horizon=0: must be"),
+        (
+            {"whiten_advantages": True, "loss_fn": losses.cross_entropy},
+            "algorithm.loss_fn=torchtitan_rl.algorithm.losses:cross_entropy: does not read advantages, by which "
+            "algorithm.whiten_advantages=True is to train; use importance_sampling or ppo",
+        ),
+        ({"kl_in": "return", "gae_gamma": 0.9}, "algorithm.gae_gamma=0.9: is for a critic and this run has none"),
+        (
+            {"kl_coef": 0.1, "kl_in": "return", "kl_estimator": "k1", "gae_lambda": 0.9, "roles": ("reference",)},
+            "algorithm.gae_lambda=0.9: is for a critic and this run has none",
         ),
         (
             {

@@ -106,6 +106,12 @@ def test_what_makes_sense_passes(roles, config):
         ),
         (["teacher", "reference"], {"distill": {"divergence": "top_k"}, "kl_coef": 0.1, "kl_in": "reward"}, ["kl_in"]),
         (
+            ["teacher", "reference"],
+            {"distill": {"rewards": True}, "kl_coef": 0.1, "kl_in": "return", "kl_estimator": "k1"},
+            ["kl_in='return'", "are no rewards of theirs; use 'reward' or 'loss'"],
+        ),
+        (["teacher"], {"distill": {}, "whiten_advantages": True}, ["whiten_advantages=True", "use False"]),
+        (
             ["teacher"],
             {"distill": {}, "loss_fn": losses.cross_entropy},
             ["does not read advantages", "importance_sampling"],

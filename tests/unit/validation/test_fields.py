@@ -3,6 +3,7 @@
 import dataclasses
 import subprocess
 import sys
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from tests.kit.refusal import refusal
 from tests.kit.run_config import run_config
-from torchtitan_rl.algorithm import advantages
+from torchtitan_rl.algorithm import advantages, group_estimators
 from torchtitan_rl.config.meshes import AdamWConfig, LoRAConfig
 from torchtitan_rl.config.run import RoleConfig
 from torchtitan_rl.tasks.calculator import Calculator
@@ -159,6 +160,38 @@ async def test_a_reward_that_fails_names_its_line_and_the_way_out():
         assert "raised ZeroDivisionError: float division by zero" in str(caught.value)
         assert f"(test_fields.py:{line})\ncalled on two made-up completions; --no-reward-check" in str(caught.value)
         await asked(config, check_reward=False)
+
+
+def in_parts(task, completions):
+    return [0.5, 1.0], {"exact": [0.0, 1.0], "form": [1.0, 1.0]}
+
+
+async def test_a_reward_has_the_parts_that_the_estimator_asks_for():
+    def whole(task, completions):
+        return [0.5, 1.0]
+
+    async def asked_for(reward, advantage_fn, **controller):
+        config = run_config()
+        config.task, config.algorithm.advantage_fn = LetterSort.Config(reward=reward), advantage_fn
+        validate(config)  # no reward is called here, so any part may be there
+        for name, value in controller.items():
+            setattr(config.controller, name, value)
+        await check_reward(config, config.task.build())
+
+    await asked_for(in_parts, group_estimators.gdpo)
+    await asked_for(in_parts, partial(group_estimators.gdpo, weights={"exact": 1.0}))
+    await asked_for(whole, group_estimators.opo)
+    with pytest.raises(ValueError) as caught:
+        await asked_for(whole, group_estimators.gdpo)
+    assert str(caught.value) == (
+        "algorithm.advantage_fn: gdpo: the rollouts of group probe/0 have no reward part in common; let the reward "
+        "return (rewards, parts), as rewards.Rewards does, or name parts in weights\n"
+        "called on two made-up completions; --no-reward-check skips this call"
+    )
+    misspelt = partial(group_estimators.gdpo, weights={"exact": 1.0, "format": 0.5})
+    with pytest.raises(ValueError, match="^algorithm.advantage_fn: reward part 'format': .* has 'exact', 'form'; let"):
+        await asked_for(in_parts, misspelt)
+    await asked_for(in_parts, misspelt, check_reward=False)
 
 
 async def test_a_reward_that_may_fail_is_asked_again():
