@@ -6,6 +6,7 @@ Differs from the quickstart:
   Qwen3Shape(vocab_size=64, dim=128, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=32, hidden_dim=384,
   max_seq_len=512); gated delta nets and gated attention in turn
 - supervised.lr: 0.002, not 0.003
+- controller.num_steps: 120, not 160
 """
 
 import torchtitan_rl.config as rl
@@ -46,7 +47,7 @@ def config() -> rl.RunConfig:
             reduction=reductions.token_mean,
             schedule=rl.ScheduleConfig(decay="linear", warmup_steps=5, final_factor=0.1),
         ),
-        controller=rl.ControllerConfig(num_steps=160, eval_every=20, eval_tasks=256, test_tasks=512, pass_at_k=8),
+        controller=rl.ControllerConfig(num_steps=120, eval_every=20, eval_tasks=256, test_tasks=512, pass_at_k=8),
         sampling=rl.SamplingConfig(max_prompt_tokens=16, max_tokens=12),
         trainer=rl.TrainerConfig(optimizer=rl.AdamWConfig(lr=1e-3, betas=(0.9, 0.99)), max_tokens_per_microbatch=16384),
         generator=rl.GeneratorConfig(dtype="float32", max_model_len=64, max_num_seqs=512, kv_cache_gib=0.25),

@@ -1,6 +1,12 @@
-"""Which files one process runs where several share them: `--dist loadfile`, as scripts/test.sh asks for."""
+"""Which files one process runs where several share them (`--dist loadfile`, as scripts/test.sh asks for), and no time
+limit for an example of hypothesis."""
 
 from pathlib import Path
+
+from hypothesis import settings
+
+settings.register_profile("any machine", deadline=None)  # 200 ms by default, which a busy machine takes now and then
+settings.load_profile("any machine")
 
 SHARERS = {
     "short_run": ("test_backends_agree", "test_command_line", "test_diagnose", "test_examples", "test_timeline"),
