@@ -94,6 +94,7 @@ FEATURES = {
         "filter/skipped_rollouts",
         "filter/ungrouped_rollouts",
     ),
+    "a curriculum": ("curriculum/pass_rate_mean", "curriculum/in_band_frac", "curriculum/unseen_frac"),
     "failures": (
         "failure/environment",
         "failure/workflow",

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.rollout.ahead import BatchesAhead
 from torchtitan_rl.rollout.batches import BatchPlayer, BatchSource, SynchronousBatches
+from torchtitan_rl.rollout.curriculum_batches import CurriculumBatches
 from torchtitan_rl.rollout.draws import Draw, Draws
 from torchtitan_rl.rollout.finished import FinishedGroups
 from torchtitan_rl.rollout.first_finished import FirstFinished, one_slot
 from torchtitan_rl.rollout.lagged_batches import LaggedBatches
 from torchtitan_rl.rollout.player import Rollouts
+from torchtitan_rl.tasks.curriculum import CurriculumSource
 from torchtitan_rl.types.run_state import RunState
 
 __all__ = ["lagged_batches", "synchronous_batches"]
@@ -20,9 +22,12 @@ __all__ = ["lagged_batches", "synchronous_batches"]
 def synchronous_batches(
     config: RunConfig, rollouts: Rollouts, draws: Draws, state: RunState, admitted: Callable[[list[Draw], int], None]
 ) -> BatchSource:
-    """Batches that are played when the loop asks for them, by `algorithm.batch_source` or in the order of the slots.
-    `admitted` is that of `BatchPlayer`."""
+    """Batches that are played when the loop asks for them, by `algorithm.batch_source` or in the order of the slots,
+    whose tasks a curriculum draws by what it counts. `admitted` is that of `BatchPlayer`."""
     player = BatchPlayer(config.algorithm, rollouts, draws, admitted, max_tokens=config.sampling.max_tokens)
+    if isinstance(draws.source, CurriculumSource):
+        batches = SynchronousBatches(player, draws, state)
+        return CurriculumBatches(batches, draws.source, correct_reward=config.controller.correct_reward)
     return (config.algorithm.batch_source or SynchronousBatches)(player, draws, state)
 
 

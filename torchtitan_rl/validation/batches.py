@@ -1,10 +1,11 @@
-"""Checks of filters, grouping and precomputed advantages before a process starts."""
+"""Checks of filters, grouping, precomputed advantages and a curriculum before a process starts."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from torchtitan_rl.algorithm.advantages import estimate_advantages, estimators_of
 from torchtitan_rl.algorithm.group_estimators import gdpo
@@ -12,17 +13,22 @@ from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.config.resolve import function_name
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.health.siblings import compares_siblings
+from torchtitan_rl.tasks.curriculum import Curriculum
+from torchtitan_rl.tasks.mixture import Mixture
+from torchtitan_rl.tasks.pass_rate_filter import PassRateFilter
 from torchtitan_rl.validation.functions import made_up_group
 
 __all__ = ["check_batches"]
 
 
 def check_batches(config: RunConfig) -> None:
-    """Raises ValueError for the first mistake in filters, grouping or precomputed advantages; changes nothing."""
+    """Raises ValueError for the first mistake in filters, grouping, precomputed advantages or a curriculum; changes
+    nothing."""
     _check_filters(config)
     _check_grouping(config.algorithm)
     _check_group_of_one(config)
     _check_source(config.algorithm)
+    _check_curriculum(config)
 
 
 def _check_source(algorithm: AlgorithmConfig) -> None:
@@ -41,6 +47,38 @@ def _check_source(algorithm: AlgorithmConfig) -> None:
             f"algorithm.batch_source={function_name(source)}: cannot be called with (player, draws, state): {error}; "
             "give it these three parameters"
         ) from None
+
+
+def _check_curriculum(config: RunConfig) -> None:
+    """Refuses a curriculum that would draw without counting."""
+    for inner in _inner_tasks(config.task):
+        if isinstance(inner, Curriculum.Config):
+            raise ValueError(
+                f"task={type(config.task).__qualname__.partition('.')[0]}: has a Curriculum inside, whose pass rates "
+                "nothing would count; make the Curriculum the run's task, around one family"
+            )
+    if not isinstance(config.task, Curriculum.Config):
+        return
+    algorithm = config.algorithm
+    if algorithm.max_policy_lag:
+        raise ValueError(
+            f"algorithm.max_policy_lag={algorithm.max_policy_lag}: draws tasks before the batches ahead of them are "
+            "counted, and task=Curriculum draws by these counts; use max_policy_lag=0, or PassRateFilter"
+        )
+    if algorithm.batch_source is not None:
+        raise ValueError(
+            f"algorithm.batch_source={function_name(algorithm.batch_source)}: takes the place of the batches that "
+            "task=Curriculum counts; leave out one of the two"
+        )
+
+
+def _inner_tasks(task: Any) -> list[Any]:
+    """The configs of the families inside the task of a run, at every depth."""
+    if isinstance(task, Mixture.Config):
+        inner = list(task.tasks.values())
+    else:
+        inner = [task.task] if isinstance(task, (PassRateFilter.Config, Curriculum.Config)) else []
+    return inner + [deeper for one in inner for deeper in _inner_tasks(one)]
 
 
 def _check_group_of_one(config: RunConfig) -> None:

@@ -23,7 +23,8 @@ def config(**algorithm):
 
 
 def source(config):
-    return synchronous_batches(config, SimpleNamespace(), SimpleNamespace(), RunState(seed=0), lambda draws, step: None)
+    draws = SimpleNamespace(source=None)
+    return synchronous_batches(config, SimpleNamespace(), draws, RunState(seed=0), lambda draws, step: None)
 
 
 def test_the_loop_takes_its_batches_from_the_source_of_the_config():
