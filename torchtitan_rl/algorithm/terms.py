@@ -14,7 +14,8 @@ from torchtitan_rl.algorithm.surrogate import ratio
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.types import Datum, LossInputs
 
-__all__ = ["corrected", "regularized", "with_kept_weights", "with_kl_reward"]
+__all__ = ["corrected", "regularized", "same_sequences", "with_kept_weights", "with_kl_reward"]
+__all__ += ["with_minibatch_fn"]
 
 
 def corrected(inputs: LossInputs, *, loss_fn, correction_fn) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -95,3 +96,36 @@ def with_kept_weights(data: list[Datum], config: AlgorithmConfig) -> list[Datum]
         for i, weights_T in zip(left, reduced, strict=True):
             weights[i] = weights_T
     return with_inputs(data, token_weights=weights)
+
+
+def with_minibatch_fn(data: list[Datum], config: AlgorithmConfig) -> list[Datum]:
+    """Datums of one optimizer step as `config.minibatch_fn` returns them.
+
+    Its statistics span all datums of the step, so it is called here, before a split into microbatches; the data must
+    hold `old_logprobs`. It sees the weights that a correction's kept tokens have, if the config says so. Raises
+    ValueError as `same_sequences` does.
+    """
+    return same_sequences(data, config.minibatch_fn(data, **config.minibatch_config))
+
+
+def same_sequences(data: list[Datum], changed: list[Datum]) -> list[Datum]:
+    """`changed`, the answer of a `minibatch_fn` to `data`. Raises ValueError unless it has the same sequences in the
+    same order, with the same masks and with every column."""
+    where = "algorithm.minibatch_fn"
+    if not isinstance(changed, list) or not all(isinstance(datum, Datum) for datum in changed):
+        raise ValueError(f"{where}: returned a {type(changed).__name__} that is no list of datums; return list[Datum]")
+    if len(changed) != len(data):
+        raise ValueError(
+            f"{where}: returned {len(changed)} datums of {len(data)}; return all in their order, and give tokens that "
+            "are not to train token_weights of 0"
+        )
+    for index, (before, after) in enumerate(zip(data, changed, strict=True)):
+        if not torch.equal(before.tokens, after.tokens):
+            raise ValueError(f"{where}: changed the tokens of datum {index}; return the datums in their order")
+        if missing := sorted(before.loss_inputs.keys() - after.loss_inputs.keys()):
+            raise ValueError(f"{where}: took {', '.join(missing)} off datum {index}; return every column")
+        if not torch.equal(before.loss_inputs["loss_mask"], after.loss_inputs["loss_mask"]):
+            raise ValueError(
+                f"{where}: changed loss_mask of datum {index}, over which metrics are means; change token_weights"
+            )
+    return changed

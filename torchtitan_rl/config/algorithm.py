@@ -200,7 +200,13 @@ class AlgorithmConfig:
     """Keyword arguments of `correction_fn`, such as `cap`."""
     correction_denominator: Literal["all", "kept"] = "all"
     """Denominator of the loss's mean when a correction rejects tokens, with a factor of 0: all trained tokens, or the
-    kept tokens only, as in verl. See `objective.with_kept_weights`."""
+    kept tokens only, as in verl. See `terms.with_kept_weights`."""
+    minibatch_fn: Callable | None = None
+    """`(list[Datum], **minibatch_config) -> list[Datum]`: changes weights or advantages of a minibatch by statistics of
+    all its tokens, once before its optimizer step; see algorithm/minibatch_statistics.py. Needs
+    `recompute_logprobs_per_minibatch`. None: no call."""
+    minibatch_config: dict[str, float] = field(default_factory=dict)
+    """Keyword arguments of `minibatch_fn`, such as `fraction`."""
     distill: DistillConfig | None = None
     """How the policy learns from `roles.teacher`. None: the teacher's log-probabilities are only a loss input
     (`teacher_logprobs`) that a loss of your own may use."""

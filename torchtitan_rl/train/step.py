@@ -13,7 +13,7 @@ import torch
 from torchtitan_rl.algorithm import soft_targets
 from torchtitan_rl.algorithm.datums import to_datums
 from torchtitan_rl.algorithm.objective import policy_objective
-from torchtitan_rl.algorithm.terms import with_kept_weights
+from torchtitan_rl.algorithm.terms import with_kept_weights, with_minibatch_fn
 from torchtitan_rl.algorithm.whitening import with_whitened
 from torchtitan_rl.config.algorithm import AlgorithmConfig, ScheduleConfig
 from torchtitan_rl.config.run import RunConfig
@@ -65,6 +65,8 @@ async def take_step(
         critic_steps.append(role_scores.critic_step(minibatch, roles["critic"], algorithm, params, line))
     if algorithm.correction_denominator == "kept":
         minibatch = with_kept_weights(minibatch, algorithm)
+    if algorithm.minibatch_fn is not None:
+        minibatch = with_minibatch_fn(minibatch, algorithm)
     if "soft_tokens" in minibatch[0].loss_inputs:
         minibatch = soft_targets.appended(minibatch)
     start = time.perf_counter()

@@ -12,7 +12,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from torchtitan_rl.algorithm import advantages, corrections, losses, reductions
+from torchtitan_rl.algorithm import advantages, corrections, losses, minibatch_statistics, reductions
 from torchtitan_rl.config.algorithm import AlgorithmConfig, ScheduleConfig
 from torchtitan_rl.config.resolve import function_name, named
 from torchtitan_rl.config.run import RolesConfig, RunConfig
@@ -21,6 +21,7 @@ from torchtitan_rl.validation.functions import (
     probe_advantages,
     probe_correction,
     probe_loss,
+    probe_minibatch,
     probe_reduction,
     reads,
 )
@@ -52,6 +53,8 @@ def check_algorithm(config: RunConfig) -> None:
     functions = {"loss_fn": losses, "critic_loss_fn": losses, "reduction": reductions}
     if algorithm.correction_fn is not None:
         functions["correction_fn"] = corrections
+    if algorithm.minibatch_fn is not None:
+        functions["minibatch_fn"] = minibatch_statistics
     for name, module in functions.items():
         _check_function(f"algorithm.{name}", getattr(algorithm, name), module)
     with _no_breakpoints():
@@ -123,6 +126,7 @@ def _check_terms(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
         _check_weighted_kl(algorithm)
     _check_adaptive_kl(algorithm)
     _check_correction(algorithm, _columns(algorithm, roles))
+    _check_minibatch_fn(algorithm)
     if roles.critic is None:
         for name, default in (("critic_loss_config", {}), ("gae_gamma", 1.0), ("gae_lambda", 1.0)):
             if name == "gae_gamma" and algorithm.kl_in_return:
@@ -217,6 +221,36 @@ def _check_correction(algorithm: AlgorithmConfig, columns: set[str]) -> None:
         )
 
 
+def _check_minibatch_fn(algorithm: AlgorithmConfig) -> None:
+    if algorithm.minibatch_fn is None:
+        if algorithm.minibatch_config:
+            raise ValueError(
+                f"algorithm.minibatch_config={algorithm.minibatch_config}: there is no function for it to configure; "
+                "set algorithm.minibatch_fn or leave it empty"
+            )
+        return
+    where = f"algorithm.minibatch_fn={function_name(algorithm.minibatch_fn)}"
+    if not algorithm.recompute_logprobs_per_minibatch:
+        raise ValueError(
+            f"{where}: sees the policy's log-probabilities just before each step, and this run does not compute them; "
+            "set algorithm.recompute_logprobs_per_minibatch=True"
+        )
+    taught = (
+        algorithm.distill is not None and algorithm.distill.divergence != "tokens" and not algorithm.distill.rewards
+    )
+    if _changes_advantages(algorithm) and taught:
+        raise ValueError(
+            f"{where}: changes advantages, and with algorithm.distill.rewards=False the teacher alone trains; use "
+            "True, or leave minibatch_fn out"
+        )
+
+
+def _changes_advantages(algorithm: AlgorithmConfig) -> bool:
+    """Whether `minibatch_fn` is one of this package's, which act through advantages alone."""
+    function = algorithm.minibatch_fn.func if isinstance(algorithm.minibatch_fn, partial) else algorithm.minibatch_fn
+    return function in (minibatch_statistics.clip_cov, minibatch_statistics.kl_cov)
+
+
 def _probe(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
     """Calls the run's functions on made-up numbers."""
     columns = _columns(algorithm, roles)
@@ -242,6 +276,7 @@ def _probe(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
         "algorithm.distill.divergence='tokens'": divergence == "tokens",
         "algorithm.whiten_advantages=True": algorithm.whiten_advantages,
         "algorithm.distill.rewards=True": bool(divergence) and algorithm.distill.rewards,
+        "algorithm.minibatch_fn": _changes_advantages(algorithm),
         "self-distillation": any(
             not teacher.top_k or getattr(teacher, "advantage_fn", None) for teacher in algorithm.own_teachers
         ),
@@ -269,6 +304,9 @@ def _probe(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
                 columns,
                 outputs=[],
             )
+    if algorithm.minibatch_fn is not None:
+        _check_arguments("minibatch", algorithm.minibatch_fn, algorithm.minibatch_config)
+        probe_minibatch(f"algorithm.minibatch_fn={named(algorithm.minibatch_fn)}", algorithm, columns)
     if roles.critic is not None:
         _check_arguments("critic_loss", algorithm.critic_loss_fn, algorithm.critic_loss_config)
         probe_loss(

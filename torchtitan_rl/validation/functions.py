@@ -8,9 +8,10 @@ from functools import partial
 import torch
 
 from torchtitan_rl.algorithm.advantages import estimate_advantages
+from torchtitan_rl.algorithm.terms import same_sequences
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.record.user_code import defined_at, described, raised_at
-from torchtitan_rl.types import Completion, LossInputs, Rollout, RolloutGroup, Task, Turn
+from torchtitan_rl.types import Completion, Datum, LossInputs, Rollout, RolloutGroup, Task, Turn
 
 __all__ = [
     "made_up_group",
@@ -18,6 +19,7 @@ __all__ = [
     "probe_advantages",
     "probe_correction",
     "probe_loss",
+    "probe_minibatch",
     "probe_reduction",
 ]
 __all__ += ["reads"]
@@ -111,6 +113,16 @@ def probe_correction(
         raise ValueError(f"{where}: returned {_shown(answer)}; return (factor_T, metric sums), one factor per token")
     if not torch.isfinite(answer[0]).all() or (answer[0] < 0).any():
         raise ValueError(f"{where}: gave factors {answer[0].tolist()}; return finite ones that are not negative")
+
+
+def probe_minibatch(where: str, config: AlgorithmConfig, columns: set[str]) -> None:
+    """Refuses a `minibatch_fn` that fails, or does not return the same sequences with every column."""
+    parts = {name: torch.tensor(_COLUMNS[name]).split(_LENGTHS) for name in columns}
+    data = []
+    for index, length in enumerate(_LENGTHS):
+        tokens, loss_inputs = torch.arange(length), {name: rows[index] for name, rows in parts.items()}
+        data.append(Datum(tokens=tokens, target_tokens=tokens + 1, loss_inputs=loss_inputs, rollout=index))
+    same_sequences(data, _tried(where, partial(config.minibatch_fn, data), config.minibatch_config))
 
 
 def probe_advantages(config: AlgorithmConfig) -> None:

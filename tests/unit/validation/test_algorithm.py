@@ -9,6 +9,8 @@ from tests.kit.refusal import refusal
 from torchtitan_rl.algorithm import corrections, losses, reductions
 from torchtitan_rl.algorithm.advantages import group_estimator, grpo, pass_at_k, reinforce, reinforce_pp_baseline, rloo
 from torchtitan_rl.algorithm.group_estimators import length_discounted, length_rewarded, opo, remax
+from torchtitan_rl.algorithm.inputs import without_inputs
+from torchtitan_rl.algorithm.minibatch_statistics import clip_cov, kl_cov
 from torchtitan_rl.config.algorithm import AlgorithmConfig, ScheduleConfig
 from torchtitan_rl.config.meshes import GeneratorConfig
 from torchtitan_rl.config.model import ModelConfig
@@ -39,6 +41,13 @@ def refused(**config):
     return refusal(check, run(**config))
 
 
+MINIBATCH = {"recompute_logprobs_per_minibatch": True}
+
+
+def drops_a_column(data):
+    return without_inputs(data, "advantages")
+
+
 ADAPTIVE = {"kl_target": 6.0, "kl_coef": 0.1, "kl_in": "return", "kl_estimator": "k1", "roles": ("reference",)}
 
 
@@ -47,6 +56,8 @@ ADAPTIVE = {"kl_target": 6.0, "kl_coef": 0.1, "kl_in": "return", "kl_estimator":
     [
         {},
         ADAPTIVE,
+        MINIBATCH | {"minibatch_fn": clip_cov, "minibatch_config": {"fraction": 0.002, "seed": 3}},
+        MINIBATCH | {"minibatch_fn": kl_cov, "loss_fn": losses.importance_sampling},
         ADAPTIVE | {"kl_in": "reward", "kl_horizon": 128},
         {"advantage_fn": rloo, "loss_fn": losses.gspo, "reduction": reductions.sequence_mean},
         {"advantage_fn": functools.partial(grpo, std="unbiased"), "loss_fn": losses.cispo},
@@ -502,6 +513,47 @@ def test_a_reduction_that_is_not_one(reduction, message):
                 "recompute_logprobs_per_batch": True,
             },
             "low=2.0: a weight of 1, where trainer and generator agree, is outside [2, 100]",
+        ),
+        (
+            {"minibatch_config": {"fraction": 0.1}},
+            "algorithm.minibatch_config={'fraction': 0.1}: there is no function for it to configure; set",
+        ),
+        (
+            {"minibatch_fn": clip_cov},
+            "minibatch_statistics:clip_cov: sees the policy's log-probabilities just before each step, and this run "
+            "does not compute them; set algorithm.recompute_logprobs_per_minibatch=True",
+        ),
+        (
+            {"minibatch_fn": clip_cov, "recompute_logprobs_per_batch": True},
+            "set algorithm.recompute_logprobs_per_minibatch=True",
+        ),
+        (
+            MINIBATCH | {"minibatch_fn": "clip_cov"},
+            "did you mean the function torchtitan_rl.algorithm.minibatch_statistics.clip_cov?",
+        ),
+        (
+            MINIBATCH | {"minibatch_fn": clip_cov, "minibatch_config": {"fractoin": 0.1}},
+            "minibatch_statistics:clip_cov has no such argument; did you mean fraction?",
+        ),
+        (
+            MINIBATCH | {"minibatch_fn": clip_cov, "minibatch_config": {"fraction": 2.0}},
+            "algorithm.minibatch_config.fraction=2.0: must be above 0 and at most 1",
+        ),
+        (
+            MINIBATCH | {"minibatch_fn": clip_cov, "minibatch_config": {"low": 7.0}},
+            "algorithm.minibatch_config.low=7.0: is not below high=5.0",
+        ),
+        (
+            MINIBATCH | {"minibatch_fn": kl_cov, "minibatch_config": {"coef": 0.0}},
+            "algorithm.minibatch_config.coef=0.0: must be positive and finite",
+        ),
+        (
+            MINIBATCH | {"minibatch_fn": kl_cov, "loss_fn": losses.cross_entropy},
+            "cross_entropy: does not read advantages, by which algorithm.minibatch_fn is to train",
+        ),
+        (
+            MINIBATCH | {"minibatch_fn": drops_a_column},
+            "algorithm.minibatch_fn: took advantages off datum 0; return every column",
         ),
         (
             {"correction_denominator": "kept"},
