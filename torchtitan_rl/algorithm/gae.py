@@ -71,9 +71,11 @@ def with_gae(
         split = zip(*(column.float().split([len(data[i]) for i in members]) for column in of_episode), strict=True)
         for index, pair in zip(members, split, strict=True):
             pairs[index] = pair
-    kept = with_kl_returns(data, config, keep_groups=keep_groups) if keep_groups and config.kl_in_return else data
+    precomputed = (
+        with_kl_returns(data, config, keep_groups=keep_groups) if keep_groups and config.kl_in_return else data
+    )
     advantages = [
         datum.loss_inputs["advantages"] if datum.group in keep_groups else advantages_T
-        for datum, (advantages_T, _) in zip(kept, pairs, strict=True)
+        for datum, (advantages_T, _) in zip(precomputed, pairs, strict=True)
     ]
     return with_inputs(data, values=values, advantages=advantages, returns=[returns for _, returns in pairs])

@@ -54,11 +54,11 @@ def with_kl_returns(data: list[Datum], config: AlgorithmConfig, *, keep_groups: 
         mask_T = torch.cat([data[i].loss_inputs["loss_mask"] for i in members])
         own_T = torch.cat([data[i].loss_inputs["advantages"] for i in members]).double()
         rewards_T = -torch.cat([kl_costs(data[i], config) for i in members])
-        kept = data[members[0]].group in keep_groups
+        is_precomputed = data[members[0]].group in keep_groups
         trained = mask_T.nonzero()[:, 0]
-        if not kept and len(trained):
+        if not is_precomputed and len(trained):
             rewards_T[trained[-1]] += own_T[trained[-1]]
-        returns_T = reward_to_go(rewards_T, mask_T, gamma=config.gae_gamma) + (own_T if kept else 0.0)
+        returns_T = reward_to_go(rewards_T, mask_T, gamma=config.gae_gamma) + (own_T if is_precomputed else 0.0)
         for i, part_T in zip(members, returns_T.float().split([len(data[i]) for i in members]), strict=True):
             advantages[i] = part_T
     return with_inputs(data, advantages=advantages)

@@ -111,21 +111,23 @@ def with_minibatch_fn(data: list[Datum], config: AlgorithmConfig) -> list[Datum]
 def same_sequences(data: list[Datum], changed: list[Datum]) -> list[Datum]:
     """`changed`, the answer of a `minibatch_fn` to `data`. Raises ValueError unless it has the same sequences in the
     same order, with the same masks and with every column."""
-    where = "algorithm.minibatch_fn"
+    setting = "algorithm.minibatch_fn"
     if not isinstance(changed, list) or not all(isinstance(datum, Datum) for datum in changed):
-        raise ValueError(f"{where}: returned a {type(changed).__name__} that is no list of datums; return list[Datum]")
+        raise ValueError(
+            f"{setting}: returned a {type(changed).__name__} that is no list of datums; return list[Datum]"
+        )
     if len(changed) != len(data):
         raise ValueError(
-            f"{where}: returned {len(changed)} datums of {len(data)}; return all in their order, and give tokens that "
-            "are not to train token_weights of 0"
+            f"{setting}: returned {len(changed)} datums of {len(data)}; return all in their order, and give tokens "
+            "that are not to train token_weights of 0"
         )
     for index, (before, after) in enumerate(zip(data, changed, strict=True)):
         if not torch.equal(before.tokens, after.tokens):
-            raise ValueError(f"{where}: changed the tokens of datum {index}; return the datums in their order")
+            raise ValueError(f"{setting}: changed the tokens of datum {index}; return the datums in their order")
         if missing := sorted(before.loss_inputs.keys() - after.loss_inputs.keys()):
-            raise ValueError(f"{where}: took {', '.join(missing)} off datum {index}; return every column")
+            raise ValueError(f"{setting}: took {', '.join(missing)} off datum {index}; return every column")
         if not torch.equal(before.loss_inputs["loss_mask"], after.loss_inputs["loss_mask"]):
             raise ValueError(
-                f"{where}: changed loss_mask of datum {index}, over which metrics are means; change token_weights"
+                f"{setting}: changed loss_mask of datum {index}, over which metrics are means; change token_weights"
             )
     return changed

@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy
 
-from torchtitan_rl.tasks.family import TaskFamily, TaskSource, check_index, source_of, stable_hash
-from torchtitan_rl.tasks.judging import Reward, reward_function
+from torchtitan_rl.tasks.family import TaskSource, check_index, source_of, stable_hash
+from torchtitan_rl.tasks.wrapped_family import WrappedFamily
 from torchtitan_rl.types import RolloutGroup, Task
 
 __all__ = ["Curriculum", "CurriculumSource"]
 
 
-class Curriculum:
+class Curriculum(WrappedFamily):
     """Another family, whose finite train split a run draws from by measured pass rates (`CurriculumSource`). The tasks
     themselves, and the other splits, are unchanged.
 
@@ -64,7 +64,7 @@ class Curriculum:
 
     def __init__(self, config: Curriculum.Config) -> None:
         self.config = config
-        self.family: TaskFamily = config.task.build()
+        self.family = config.task.build()
         self.name = self.family.name
         if self.family.num_tasks("train") is None:
             raise ValueError(
@@ -84,19 +84,6 @@ class Curriculum:
     def task(self, split: str, index: int) -> Task:
         check_index(self, split, index)
         return self.family.task(split, index)
-
-    def reward(self, task: Task, completions: list[str]) -> Any:
-        """Rewards by the family's reward function."""
-        return self.reward_for(task)(task, completions)
-
-    def reward_for(self, task: Task) -> Reward:
-        """The family's reward function itself: a `cpu_bound` mark holds, and errors name the function."""
-        return reward_function(self.family, task)
-
-    def environment(self, task: Task) -> Any:
-        """The environment that the family makes for the task; None for a task of one turn."""
-        make = getattr(self.family, "environment", None)
-        return None if make is None else make(task)
 
     def source(self, split: str, seed: int) -> Any:
         """By pass rate for the train split; the other splits in a run's usual order."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from torchtitan_rl.record.json_lines import parsed
 from torchtitan_rl.tasks.family import check_index, check_split, stable_hash
-from torchtitan_rl.tasks.judging import Reward, reward_function
+from torchtitan_rl.tasks.wrapped_family import WrappedFamily
 from torchtitan_rl.types import Task
 
 __all__ = ["PassRate", "PassRateFilter", "read_pass_rates", "write_pass_rates"]
@@ -38,7 +38,7 @@ class PassRate:
         return self.num_correct / self.num_samples
 
 
-class PassRateFilter:
+class PassRateFilter(WrappedFamily):
     """The train tasks of another family whose measured pass rate lies within bounds; other splits are unchanged.
 
     Measure pass rates with `torchtitan-rl eval CONFIG --checkpoint DIR --split train --num-tasks N --pass-rates FILE`,
@@ -99,19 +99,6 @@ class PassRateFilter:
                 "one that was measured; measure the data as they are now"
             )
         return task
-
-    def reward(self, task: Task, completions: list[str]) -> Any:
-        """Rewards by the family's reward function."""
-        return self.reward_for(task)(task, completions)
-
-    def reward_for(self, task: Task) -> Reward:
-        """The family's reward function itself: a `cpu_bound` mark holds, and errors name the function."""
-        return reward_function(self.family, task)
-
-    def environment(self, task: Task) -> Any:
-        """The environment that the family makes for the task; None for a task of one turn."""
-        make = getattr(self.family, "environment", None)
-        return None if make is None else make(task)
 
 
 def prompt_hash(task: Task) -> str:

@@ -35,10 +35,10 @@ def check_algorithm(config: RunConfig) -> None:
     _check_schedule("algorithm.schedule", algorithm.schedule)
     _check_schedule("supervised.schedule", config.supervised.schedule)
     for role, estimator in advantages.estimators_of(algorithm).items():
-        where = f"algorithm.advantage_fn{role and '.' + role}"
-        _check_function(where, estimator, advantages)
+        setting = f"algorithm.advantage_fn{role and '.' + role}"
+        _check_function(setting, estimator, advantages)
         if isinstance(estimator, partial) and estimator.func is advantages.pass_at_k:
-            _check_subsets(where, estimator.keywords.get("k", 0), algorithm)
+            _check_subsets(setting, estimator.keywords.get("k", 0), algorithm)
     estimators = advantages.estimators_of(algorithm).values()
     if algorithm.greedy_baseline and not any(map(advantages.sees_group, estimators)):
         raise ValueError(
@@ -143,18 +143,18 @@ def _check_terms(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
 
 
 def _check_weighted_kl(algorithm: AlgorithmConfig) -> None:
-    where = "algorithm.kl_ratio_weighted=True"
+    setting = "algorithm.kl_ratio_weighted=True"
     if not algorithm.kl_coef:
-        raise ValueError(f"{where}: there is no KL to weigh; set algorithm.kl_coef, or use False")
+        raise ValueError(f"{setting}: there is no KL to weigh; set algorithm.kl_coef, or use False")
     if algorithm.kl_in != "loss":
         raise ValueError(
-            f"{where}: a KL in the reward is a part of the advantage, which the loss's own ratio multiplies; use "
+            f"{setting}: a KL in the reward is a part of the advantage, which the loss's own ratio multiplies; use "
             "False, or algorithm.kl_in='loss'"
         )
     if algorithm.kl_estimator == "k2":
         raise ValueError(
-            f"{where}: the mean of algorithm.kl_estimator='k2' is not the KL, so weighed by the ratio its gradient is "
-            "not that of the KL; use 'k3' or 'k1', or False"
+            f"{setting}: the mean of algorithm.kl_estimator='k2' is not the KL, so weighed by the ratio its gradient "
+            "is not that of the KL; use 'k3' or 'k1', or False"
         )
 
 
@@ -229,18 +229,18 @@ def _check_minibatch_fn(algorithm: AlgorithmConfig) -> None:
                 "set algorithm.minibatch_fn or leave it empty"
             )
         return
-    where = f"algorithm.minibatch_fn={function_name(algorithm.minibatch_fn)}"
+    setting = f"algorithm.minibatch_fn={function_name(algorithm.minibatch_fn)}"
     if not algorithm.recompute_logprobs_per_minibatch:
         raise ValueError(
-            f"{where}: sees the policy's log-probabilities just before each step, and this run does not compute them; "
-            "set algorithm.recompute_logprobs_per_minibatch=True"
+            f"{setting}: sees the policy's log-probabilities just before each step, and this run does not compute "
+            "them; set algorithm.recompute_logprobs_per_minibatch=True"
         )
     taught = (
         algorithm.distill is not None and algorithm.distill.divergence != "tokens" and not algorithm.distill.rewards
     )
     if _changes_advantages(algorithm) and taught:
         raise ValueError(
-            f"{where}: changes advantages, and with algorithm.distill.rewards=False the teacher alone trains; use "
+            f"{setting}: changes advantages, and with algorithm.distill.rewards=False the teacher alone trains; use "
             "True, or leave minibatch_fn out"
         )
 
@@ -352,11 +352,11 @@ def _uses_estimators(algorithm: AlgorithmConfig, roles: RolesConfig) -> bool:
     return roles.critic is None and not taught and algorithm.precomputed_advantages != "require"
 
 
-def _check_subsets(where: str, k: int, algorithm: AlgorithmConfig) -> None:
+def _check_subsets(setting: str, k: int, algorithm: AlgorithmConfig) -> None:
     """Raises ValueError for subsets of k rollouts that a group of `group_size` has none of, or a single one."""
     if k >= algorithm.group_size and algorithm.trajectory_grouping_hook is None:
         raise ValueError(
-            f"{where}=pass_at_k(k={k}): compares subsets of {k} rollouts, and algorithm.group_size="
+            f"{setting}=pass_at_k(k={k}): compares subsets of {k} rollouts, and algorithm.group_size="
             f"{algorithm.group_size} has at most one; use a smaller k, or larger groups"
         )
 

@@ -67,7 +67,7 @@ def _check_parts(algorithm: AlgorithmConfig, rewards: list[float], parts: Parts)
         estimate_advantages([group], algorithm)
     except ValueError as error:
         text = str(error)
-        where = "" if text.startswith("algorithm.") else "algorithm.advantage_fn: "
+        setting = "" if text.startswith("algorithm.") else "algorithm.advantage_fn: "
         raise ValueError(
-            f"{where}{text}\ncalled on two made-up completions; --no-reward-check skips this call"
+            f"{setting}{text}\ncalled on two made-up completions; --no-reward-check skips this call"
         ) from error
