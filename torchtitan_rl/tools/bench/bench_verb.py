@@ -26,13 +26,15 @@ from torchtitan_rl.tools.bench.machine import (
 from torchtitan_rl.tools.bench.measurement import Measurement
 from torchtitan_rl.tools.bench.short_form import SHORT_TRAINING, worse_than_stored
 from torchtitan_rl.tools.bench.starting import measure_start
-from torchtitan_rl.tools.bench.workload import DTYPES, LENGTHS, SHAPES, SIZES, Workload
+from torchtitan_rl.tools.bench.workload import DTYPES, LENGTHS, LONGEST, SHAPES, SIZES, Workload
 
 __all__ = ["add_arguments", "run"]
 
 _FAMILY = ("qwen3",)
 _REPEATS, _SHORT_REPEATS = 5, 3
 _PROMPTS, _SHORT_PROMPTS = 16, 8
+_BATCH = ("prompts", "group_size", "fixed_tokens")
+"""Arguments that change the batch."""
 
 
 class Result(Protocol):
@@ -60,6 +62,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of generate; default: eager, and compiled where there is a C++ compiler",
     )
     parser.add_argument("--lengths", type=_of(LENGTHS), default=LENGTHS, metavar="L,...", help="default: fixed,skewed")
+    parser.add_argument("--prompts", type=int, metavar="N", help=f"of generate and train; default: {_PROMPTS}")
+    parser.add_argument(
+        "--group-size", type=int, metavar="N", help="of generate and train: completions of a prompt; default: 8"
+    )
+    parser.add_argument(
+        "--fixed-tokens",
+        type=int,
+        metavar="N",
+        help="of generate and train: tokens of a completion where lengths are fixed; default: 64",
+    )
     parser.add_argument("--dtypes", type=_of(DTYPES), default=DTYPES, metavar="D,...", help="default: float32,bfloat16")
     parser.add_argument("--repeats", type=int, metavar="N", help=f"of every side; default: {_REPEATS}")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: what this machine has")
@@ -142,6 +154,16 @@ def _settle(args: argparse.Namespace) -> None:
     for family in args.family:
         if args.size not in SHAPES[family]:
             raise ValueError(f"--family={family}: has no size {args.size}; use {', '.join(SHAPES[family])}")
+    for name in _BATCH:
+        value, flag = getattr(args, name), "--" + name.replace("_", "-")
+        if value is None:
+            continue
+        if args.short or any(subject not in ("generate", "train") for subject in args.subjects):
+            raise ValueError(f"{flag}={value}: is for generate and train without --short; name no other subject")
+        if value < 1:
+            raise ValueError(f"{flag}={value}: must be at least 1")
+    if args.fixed_tokens is not None and args.fixed_tokens > LONGEST:
+        raise ValueError(f"--fixed-tokens={args.fixed_tokens}: must be at most {LONGEST}, the longest completion")
     args.floors = args.floors or (("eager",) if platform.missing_compiler() else tuple(generation.FLOORS))
     if args.against and "startup" not in args.subjects:
         raise ValueError(f"--against={args.against!r}: is for startup; name that subject, or leave it out")
@@ -160,12 +182,14 @@ def _jobs(args: argparse.Namespace) -> Iterator[tuple[str, list[Workload]]]:
             yield subject, []
             continue
         prompts = _SHORT_PROMPTS if args.short else max(scaling.NUM_GROUPS) if subject == "scale" else _PROMPTS
+        batch = {"num_prompts": args.prompts or prompts}
+        if args.group_size is not None:
+            batch["group_size"] = args.group_size
+        if args.fixed_tokens is not None:
+            batch["fixed_tokens"] = args.fixed_tokens
         for dtype in args.dtypes:
             shapes = [SHAPES[family][args.size] for family in args.family]
-            yield (
-                subject,
-                [Workload(size=args.size, shape=shape, dtype=dtype, num_prompts=prompts) for shape in shapes],
-            )
+            yield subject, [Workload(size=args.size, shape=shape, dtype=dtype, **batch) for shape in shapes]
 
 
 def _floors(args: argparse.Namespace) -> list[str]:

@@ -57,9 +57,10 @@ SIZES = tuple(SHAPES["qwen3"])
 
 EOS, PAD = 1, 0
 PROMPT_TOKENS = 6
-_FIXED, _LONGEST = 64, 256
+LONGEST = 256
+"""Tokens of the longest completion."""
 _STOPS = 0.0146
-"""Chance that a token is the last one: lengths are geometric, cut at `_LONGEST`, and have a mean of 67 tokens."""
+"""Chance that a token is the last one: lengths are geometric, cut at `LONGEST`, and have a mean of 67 tokens."""
 _CACHE_BLOCK = 128
 """vLLM's cache on a CPU has blocks of this many tokens, more than on a GPU."""
 
@@ -77,6 +78,8 @@ class Workload:
     num_prompts: int = 16
     group_size: int = 8
     """Completions of one prompt."""
+    fixed_tokens: int = 64
+    """Of each completion with fixed lengths; at most `LONGEST`."""
 
     @property
     def name(self) -> str:
@@ -90,17 +93,18 @@ class Workload:
     @property
     def context(self) -> int:
         """Tokens of the longest sequence that may be asked for."""
-        return PROMPT_TOKENS + _LONGEST
+        return PROMPT_TOKENS + LONGEST
 
     def completion_lengths(self, lengths: Lengths) -> list[int]:
-        """Tokens of each completion, the same for every side and every repeat. `fixed`: 64. `skewed`: as a random model
-        ends its completions, most of them short and a few at 256: the distribution's quantiles, shuffled."""
+        """Tokens of each completion, the same for every side and every repeat. `fixed`: `fixed_tokens`. `skewed`: as a
+        random model ends its completions, most of them short and a few at 256: the distribution's quantiles, shuffled.
+        """
         if lengths == "fixed":
-            return [_FIXED] * self.num_completions
+            return [self.fixed_tokens] * self.num_completions
         longer = [
             (index + 0.5) / self.num_completions for index in range(self.num_completions)
         ]  # chance of a longer one
-        drawn = [min(_LONGEST, 1 + math.floor(math.log(chance) / math.log(1 - _STOPS))) for chance in longer]
+        drawn = [min(LONGEST, 1 + math.floor(math.log(chance) / math.log(1 - _STOPS))) for chance in longer]
         random.Random(0).shuffle(drawn)
         return drawn
 

@@ -34,6 +34,10 @@ def nothing_starts(monkeypatch):
         (["train", "--family", "llama3"], "--family=llama3: is for generate alone"),
         (["generate", "--family", "llama3", "--size", "0.6b"], "--family=llama3: has no size 0.6b; use 3m, 32m"),
         (["generate", "--short", "--floors", "compiled"], "--short: has stored ratios of Qwen3 and vLLM eager"),
+        (["train", "sync", "--prompts", "4"], "--prompts=4: is for generate and train without --short"),
+        (["generate", "--short", "--group-size", "1"], "--group-size=1: is for generate and train without --short"),
+        (["generate", "--group-size", "0"], "--group-size=0: must be at least 1"),
+        (["generate", "--fixed-tokens", "257"], "--fixed-tokens=257: must be at most 256, the longest completion"),
         (["train", "--short", "--dtypes", "bfloat16"], "--short: says size, dtypes and lengths itself"),
     ],
 )
@@ -73,6 +77,10 @@ def test_too_little_memory_is_refused_with_numbers(subject, capsys, monkeypatch)
             ["generate", "--family", "qwen3,llama3", "--dtypes", "float32", "--floors", "eager"],
             ["generate 3m,llama3 3m float32 fixed,skewed vLLM eager"],
         ),
+        (
+            "generate --size 32m --prompts 3 --group-size 1 --fixed-tokens 32 --dtypes float32 --floors eager".split(),
+            ["generate 32m [32, 32, 32] float32 fixed,skewed vLLM eager"],
+        ),
     ],
 )
 def test_each_subject_is_measured_in_each_dtype(words, calls, monkeypatch, capsys):
@@ -80,6 +88,8 @@ def test_each_subject_is_measured_in_each_dtype(words, calls, monkeypatch, capsy
 
     def generate(workloads, lengths, *arguments, floors):
         names = ",".join(workload.name for workload in workloads)
+        if workloads[0].num_completions == 3:
+            names += f" {workloads[0].completion_lengths('fixed')}"
         made.append(f"generate {names} {workloads[0].dtype} {','.join(lengths)} {','.join(floors)}")
         return []
 
