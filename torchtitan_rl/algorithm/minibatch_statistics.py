@@ -3,20 +3,28 @@
 `(data, **minibatch_config) -> data`: all datums of the step, before a split into microbatches, with the policy's
 log-probabilities just before the step as `old_logprobs`. The answer has the same datums in the same order; it may
 change `token_weights` and `advantages`, or add columns. A loss cannot do this: it is a sum over tokens and sees a
-microbatch.
+microbatch. A function marked with `reads_entropy` also gets `old_entropy`, the entropy of the policy's distribution.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 
 import torch
 
 from torchtitan_rl.algorithm.inputs import with_inputs
 from torchtitan_rl.types import Datum
 
-__all__ = ["clip_cov", "covariances", "kl_cov"]
+__all__ = ["clip_cov", "covariances", "kl_cov", "reads_entropy", "top_entropy"]
+
+
+def reads_entropy(function: Callable) -> Callable:
+    """Marks a `minibatch_fn` whose data are to have the column `old_entropy`, in nats, from the same forward pass as
+    `old_logprobs`."""
+    function.reads_entropy = True  # type: ignore[attr-defined]
+    return function
 
 
 def covariances(data: list[Datum]) -> list[torch.Tensor]:
@@ -86,6 +94,27 @@ def kl_cov(data: list[Datum], *, fraction: float = 2e-4, coef: float = 1.0) -> l
         inputs = datum.loss_inputs
         away_T = torch.sign(inputs["old_logprobs"] - inputs["sampling_logprobs"])
         rows.append(torch.where(chosen_T, inputs["advantages"] - coef * away_T, inputs["advantages"]))
+    return with_inputs(data, advantages=rows)
+
+
+@reads_entropy
+def top_entropy(data: list[Datum], *, fraction: float = 0.2) -> list[Datum]:
+    """Only the tokens of highest entropy train: the others get the advantage 0 (Wang et al., arXiv:2506.01939).
+
+    A trained token stays if its entropy just before the step is at least the quantile 1 - `fraction` of all trained
+    tokens; at the threshold, equal ones all stay. The weights of the others stay in the mean, in the KL and in the
+    entropy. The default is the paper's. Raises ValueError for a `fraction` outside (0, 1].
+    """
+    _check_fraction(fraction)
+    trained = torch.cat([d.loss_inputs["old_entropy"][d.loss_inputs["loss_mask"] > 0] for d in data]).sort().values
+    if not len(trained):
+        return data
+    # A quantile between two tokens keeps the upper one, so it need not be interpolated.
+    threshold = trained[math.ceil(round((1 - fraction) * (len(trained) - 1), 6))]
+    rows = []
+    for datum in data:
+        below_T = (datum.loss_inputs["old_entropy"] < threshold) & (datum.loss_inputs["loss_mask"] > 0)
+        rows.append(torch.where(below_T, 0.0, datum.loss_inputs["advantages"]))
     return with_inputs(data, advantages=rows)
 
 

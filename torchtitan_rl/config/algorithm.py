@@ -283,6 +283,11 @@ class AlgorithmConfig:
         return [hook for hook in (own, self.after_rewards) if hook is not None]
 
     @property
+    def minibatch_reads_entropy(self) -> bool:
+        """Whether `minibatch_fn` reads `old_entropy`; see algorithm/minibatch_statistics.py."""
+        return getattr(_unwrapped(self.minibatch_fn), "reads_entropy", False)
+
+    @property
     def kl_in_return(self) -> bool:
         """Whether tokens pay for their KL to the reference in their rewards."""
         return self.kl_coef > 0 and self.kl_in == "return"

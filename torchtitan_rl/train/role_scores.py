@@ -56,12 +56,16 @@ async def with_roles(
     return with_kl_reward(data, config)
 
 
-async def with_old_logprobs(data: list[Datum], policy: TrainingClient, line: StepMetrics) -> list[Datum]:
-    """The data with `old_logprobs`: the policy's log-probabilities now, the denominator of the loss's ratios."""
+async def with_old_logprobs(
+    data: list[Datum], policy: TrainingClient, line: StepMetrics, *, entropy: bool
+) -> list[Datum]:
+    """The data with `old_logprobs`: the policy's log-probabilities now, the denominator of the loss's ratios. With
+    `entropy` also `old_entropy`, the entropy of its distribution at each token."""
     start = time.perf_counter()
-    output = await policy.forward(data)
+    output = await policy.forward(data, entropy=entropy)
     line.mean("time/score_s", time.perf_counter() - start)
-    return with_inputs(data, old_logprobs=output.policy_logprobs)
+    columns = {"old_logprobs": output.policy_logprobs} | ({"old_entropy": output.entropy} if entropy else {})
+    return with_inputs(data, **columns)
 
 
 def critic_step(

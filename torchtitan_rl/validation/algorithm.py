@@ -248,7 +248,7 @@ def _check_minibatch_fn(algorithm: AlgorithmConfig) -> None:
 def _changes_advantages(algorithm: AlgorithmConfig) -> bool:
     """Whether `minibatch_fn` is one of this package's, which act through advantages alone."""
     function = algorithm.minibatch_fn.func if isinstance(algorithm.minibatch_fn, partial) else algorithm.minibatch_fn
-    return function in (minibatch_statistics.clip_cov, minibatch_statistics.kl_cov)
+    return function in (minibatch_statistics.clip_cov, minibatch_statistics.kl_cov, minibatch_statistics.top_entropy)
 
 
 def _probe(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
@@ -323,6 +323,8 @@ def _columns(algorithm: AlgorithmConfig, roles: RolesConfig) -> set[str]:
     columns = {"token_weights", "loss_mask", "advantages", "sampling_logprobs"}
     if algorithm.recompute_logprobs_per_batch or algorithm.recompute_logprobs_per_minibatch:
         columns.add("old_logprobs")
+    if algorithm.minibatch_reads_entropy:
+        columns.add("old_entropy")
     if roles.reference is not None:
         columns.add("reference_logprobs")
     if roles.teacher is not None:

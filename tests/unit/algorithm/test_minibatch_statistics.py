@@ -10,7 +10,7 @@ import torch
 from tests.unit.algorithm.test_objective import loss_and_gradient, mismatched
 from torchtitan_rl.algorithm.inputs import with_inputs
 from torchtitan_rl.algorithm.losses import importance_sampling
-from torchtitan_rl.algorithm.minibatch_statistics import clip_cov, covariances, kl_cov
+from torchtitan_rl.algorithm.minibatch_statistics import clip_cov, covariances, kl_cov, top_entropy
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.types import Datum
 
@@ -110,7 +110,7 @@ def test_a_split_of_the_answer_changes_neither_sum_nor_gradient(function, size):
     assert advantages(alone) != advantages(changed)  # of a microbatch alone it would choose others
 
 
-# verl 0.9.1, verl/trainer/ppo/core_algos.py, on (sequences, longest).
+# verl/trainer/ppo/core_algos.py, on (sequences, longest).
 
 
 def at_the_step(seed):
@@ -202,3 +202,47 @@ def test_float32_agrees(function):
         assert {part.loss_inputs["advantages"].dtype for part in rounded} == {torch.float32}
         for row, expected in zip(advantages(rounded), exact, strict=True):
             assert row == pytest.approx(expected, rel=1e-5)
+
+
+# Entropy.
+
+
+def with_entropy(data, seed=0):
+    """Entropies that grow with the sequence and the position, some equal."""
+    rng = np.random.default_rng(seed)
+    rows = [torch.tensor(rng.integers(0, 12, len(part)) / 4, dtype=torch.float64) for part in data]
+    return with_inputs(data, old_entropy=rows)
+
+
+def test_top_entropy_by_hand():
+    # Trained: 0.1, 0.2, 0.3, 0.4; the masked token has the highest of all.
+    rows = [torch.tensor([9.0, 0.1, 0.4]), torch.tensor([0.2, 0.3])]
+    data = with_inputs(BY_HAND, old_entropy=rows)
+    assert advantages(top_entropy(data)) == [[9.0, 0.0, -1.0], [0.0, 0.0]]
+    assert advantages(top_entropy(data, fraction=0.5)) == [[9.0, 0.0, -1.0], [0.0, -1.0]]
+    assert advantages(top_entropy(data, fraction=1.0)) == advantages(BY_HAND)
+    equal = with_inputs(BY_HAND, old_entropy=[torch.full((3,), 0.7), torch.full((2,), 0.7)])
+    assert advantages(top_entropy(equal)) == advantages(BY_HAND)
+    masked = with_inputs([datum([0, 0], [1.0, 2.0], [-1.0, -2.0])], old_entropy=[torch.ones(2)])
+    assert advantages(top_entropy(masked)) == advantages(masked)
+    for fraction in (0.0, 1.5, math.nan):
+        with pytest.raises(ValueError, match=r"fraction=.*must be above 0 and at most 1"):
+            top_entropy(data, fraction=fraction)
+
+
+@pytest.mark.parametrize("fraction", [0.05, 0.2, 0.5, 0.8, 1.0])
+@pytest.mark.parametrize("seed", range(5))
+def test_top_entropy_is_the_mask_of_trl(fraction, seed):
+    """trl/trainer/grpo_trainer.py, get_high_entropy_mask with threshold 1 - top_entropy_quantile: the mask
+    multiplies the terms of the surrogate, and the mean stays over all tokens."""
+    data = with_entropy(at_the_step(seed), seed)
+    mask = torch.cat([part.loss_inputs["loss_mask"] for part in data]).numpy() > 0
+    entropy = torch.cat([part.loss_inputs["old_entropy"] for part in data]).numpy()
+    kept = entropy >= np.quantile(entropy[mask], 1 - fraction)
+    terms = np.concatenate([part.loss_inputs["advantages"].numpy() for part in data])
+    expected = np.where(mask & kept, -terms / mask.sum(), 0.0)
+    loss, gradient = loss_and_gradient(top_entropy(data, fraction=fraction), IMPORTANCE)
+    assert gradient == pytest.approx(expected.tolist(), rel=1e-10, abs=1e-14)
+    assert loss == pytest.approx(expected.sum(), rel=1e-10)
+    backwards = advantages(top_entropy(data[::-1], fraction=fraction))[::-1]
+    assert backwards == advantages(top_entropy(data, fraction=fraction))

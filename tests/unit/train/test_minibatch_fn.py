@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from tests.unit.algorithm.test_objective import mismatched
 from torchtitan_rl.algorithm.corrections import masked_token
 from torchtitan_rl.algorithm.inputs import with_inputs, without_inputs
+from torchtitan_rl.algorithm.minibatch_statistics import reads_entropy
 from torchtitan_rl.algorithm.terms import with_kept_weights
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.config.meshes import GeneratorConfig, TrainerConfig
@@ -25,9 +27,10 @@ class Client:
     def __init__(self):
         self.scored, self.trained = [], []
 
-    async def forward(self, data):
-        self.scored.append(data)
-        return SimpleNamespace(policy_logprobs=[torch.full((len(datum),), -2.0) for datum in data])
+    async def forward(self, data, *, entropy):
+        self.scored.append((data, entropy))
+        scores = [[torch.full((len(datum),), value) for datum in data] for value in (-2.0, 0.5)]
+        return SimpleNamespace(policy_logprobs=scores[0], entropy=scores[1] if entropy else [])
 
     def forward_backward(self, data, loss_fn, **settings):
         self.trained.append(data)
@@ -84,12 +87,20 @@ def test_it_is_called_once_with_all_datums_and_the_policy_before_the_step():
         recompute_logprobs_per_minibatch=True,
     )
     ((data, config),) = doubled.calls
-    assert config == {"fraction": 0.5} and len(data) == len(DATA) and policy.scored == [DATA]
+    assert config == {"fraction": 0.5} and len(data) == len(DATA) and policy.scored == [(DATA, False)]
     assert all((datum.loss_inputs["old_logprobs"] == -2.0).all() for datum in data)
+    assert not any("old_entropy" in datum.loss_inputs for datum in data)
     ((trained,), (of_critic,)) = policy.trained, critic.trained
     for before, after, other in zip(DATA, trained, of_critic, strict=True):
         assert torch.equal(after.loss_inputs["advantages"], 2 * before.loss_inputs["advantages"])
         assert torch.equal(other.loss_inputs["advantages"], before.loss_inputs["advantages"])
+
+
+def test_a_function_that_reads_entropy_gets_it():
+    doubled = Doubled()
+    policy, _ = step(DATA, minibatch_fn=partial(reads_entropy(doubled)), recompute_logprobs_per_minibatch=True)
+    assert policy.scored == [(DATA, True)]
+    assert all((datum.loss_inputs["old_entropy"] == 0.5).all() for datum in doubled.calls[0][0])
 
 
 def test_it_sees_the_weights_of_kept_tokens():

@@ -10,7 +10,7 @@ from torchtitan_rl.algorithm import corrections, losses, reductions
 from torchtitan_rl.algorithm.advantages import group_estimator, grpo, pass_at_k, reinforce, reinforce_pp_baseline, rloo
 from torchtitan_rl.algorithm.group_estimators import length_discounted, length_rewarded, opo, remax
 from torchtitan_rl.algorithm.inputs import without_inputs
-from torchtitan_rl.algorithm.minibatch_statistics import clip_cov, kl_cov
+from torchtitan_rl.algorithm.minibatch_statistics import clip_cov, kl_cov, top_entropy
 from torchtitan_rl.config.algorithm import AlgorithmConfig, ScheduleConfig
 from torchtitan_rl.config.meshes import GeneratorConfig
 from torchtitan_rl.config.model import ModelConfig
@@ -57,6 +57,7 @@ ADAPTIVE = {"kl_target": 6.0, "kl_coef": 0.1, "kl_in": "return", "kl_estimator":
         {},
         ADAPTIVE,
         MINIBATCH | {"minibatch_fn": clip_cov, "minibatch_config": {"fraction": 0.002, "seed": 3}},
+        MINIBATCH | {"minibatch_fn": functools.partial(top_entropy, fraction=0.3)},
         MINIBATCH | {"minibatch_fn": kl_cov, "loss_fn": losses.importance_sampling},
         ADAPTIVE | {"kl_in": "reward", "kl_horizon": 128},
         {"advantage_fn": rloo, "loss_fn": losses.gspo, "reduction": reductions.sequence_mean},
@@ -550,6 +551,10 @@ def test_a_reduction_that_is_not_one(reduction, message):
         (
             MINIBATCH | {"minibatch_fn": kl_cov, "loss_fn": losses.cross_entropy},
             "cross_entropy: does not read advantages, by which algorithm.minibatch_fn is to train",
+        ),
+        (
+            MINIBATCH | {"minibatch_fn": top_entropy, "minibatch_config": {"fraction": 0.0}},
+            "algorithm.minibatch_config.fraction=0.0: must be above 0 and at most 1",
         ),
         (
             MINIBATCH | {"minibatch_fn": drops_a_column},
