@@ -54,7 +54,7 @@ def clip_cov(
     the entropy. The choice depends on `seed` and on the sequences, not on their order. The defaults are the paper's.
     Raises ValueError for a `fraction` outside (0, 1], and bounds that cross.
     """
-    _check_fraction(fraction)
+    _check_fraction(fraction, "2e-4")
     if not low < high:
         raise ValueError(f"low={low}: is not below high={high}, so no token is between them; use 1 and 5")
     rows = covariances(data)
@@ -81,7 +81,7 @@ def kl_cov(data: list[Datum], *, fraction: float = 2e-4, coef: float = 1.0) -> l
     distance pays nothing. `fraction` and `coef` are the paper's.
     Raises ValueError for a `fraction` outside (0, 1], and a `coef` that is not positive and finite.
     """
-    _check_fraction(fraction)
+    _check_fraction(fraction, "2e-4")
     if not 0 < coef < math.inf:
         raise ValueError(f"coef={coef}: must be positive and finite, it is the factor of the penalty; use 1")
     covariance_N = torch.cat(covariances(data))
@@ -105,7 +105,7 @@ def top_entropy(data: list[Datum], *, fraction: float = 0.2) -> list[Datum]:
     tokens; at the threshold, equal ones all stay. The weights of the others stay in the mean, in the KL and in the
     entropy. The default is the paper's. Raises ValueError for a `fraction` outside (0, 1].
     """
-    _check_fraction(fraction)
+    _check_fraction(fraction, "0.2")
     trained = torch.cat([d.loss_inputs["old_entropy"][d.loss_inputs["loss_mask"] > 0] for d in data]).sort().values
     if not len(trained):
         return data
@@ -118,9 +118,11 @@ def top_entropy(data: list[Datum], *, fraction: float = 0.2) -> list[Datum]:
     return with_inputs(data, advantages=rows)
 
 
-def _check_fraction(fraction: float) -> None:
+def _check_fraction(fraction: float, default: str) -> None:
     if not 0 < fraction <= 1:
-        raise ValueError(f"fraction={fraction}: must be above 0 and at most 1, it is a part of all tokens; use 2e-4")
+        raise ValueError(
+            f"fraction={fraction}: must be above 0 and at most 1, it is a part of all tokens; use {default}"
+        )
 
 
 def _share(fraction: float, covariance_N: torch.Tensor) -> int:

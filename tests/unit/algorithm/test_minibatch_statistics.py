@@ -80,14 +80,22 @@ def test_arguments_that_cannot_be():
             kl_cov(BY_HAND, coef=coef)
 
 
+def with_entropy(data, seed=0):
+    """The data with entropies of the policy just before the step, some of them equal; a masked token has any."""
+    rng = np.random.default_rng(seed)
+    rows = [torch.tensor(rng.integers(0, 12, len(part)) / 4, dtype=torch.float64) for part in data]
+    return with_inputs(data, old_entropy=rows)
+
+
 FUNCTIONS = [partial(clip_cov, fraction=0.2, low=0.1), partial(kl_cov, fraction=0.3, coef=0.5)]
-IDS = ["clip_cov", "kl_cov"]
+FUNCTIONS += [partial(top_entropy, fraction=0.3)]
+IDS = ["clip_cov", "kl_cov", "top_entropy"]
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=IDS)
 @pytest.mark.parametrize("seed", range(5))
 def test_the_order_of_datums_changes_nothing(function, seed):
-    data = mismatched(seed)
+    data = with_entropy(mismatched(seed), seed)
     expected = advantages(function(data))
     assert expected != advantages(data)
     assert expected == advantages(function(data))  # again the same
@@ -100,7 +108,7 @@ def test_the_order_of_datums_changes_nothing(function, seed):
 @pytest.mark.parametrize("function", FUNCTIONS, ids=IDS)
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_split_of_the_answer_changes_neither_sum_nor_gradient(function, size):
-    data = at_the_step(0)
+    data = with_entropy(at_the_step(0), seed=1)
     changed = function(data)
     loss, gradient = loss_and_gradient(changed, IMPORTANCE)
     parts = [loss_and_gradient(changed[i : i + size], IMPORTANCE) for i in range(0, len(changed), size)]
@@ -198,20 +206,14 @@ def test_every_candidate_is_as_likely():
 @pytest.mark.parametrize("function", FUNCTIONS, ids=IDS)
 def test_float32_agrees(function):
     for seed in range(5):
-        exact, rounded = advantages(function(mismatched(seed))), function(mismatched(seed, torch.float32))
+        exact = advantages(function(with_entropy(mismatched(seed))))
+        rounded = function(with_entropy(mismatched(seed, torch.float32)))
         assert {part.loss_inputs["advantages"].dtype for part in rounded} == {torch.float32}
         for row, expected in zip(advantages(rounded), exact, strict=True):
             assert row == pytest.approx(expected, rel=1e-5)
 
 
 # Entropy.
-
-
-def with_entropy(data, seed=0):
-    """Entropies that grow with the sequence and the position, some equal."""
-    rng = np.random.default_rng(seed)
-    rows = [torch.tensor(rng.integers(0, 12, len(part)) / 4, dtype=torch.float64) for part in data]
-    return with_inputs(data, old_entropy=rows)
 
 
 def test_top_entropy_by_hand():
@@ -226,8 +228,37 @@ def test_top_entropy_by_hand():
     masked = with_inputs([datum([0, 0], [1.0, 2.0], [-1.0, -2.0])], old_entropy=[torch.ones(2)])
     assert advantages(top_entropy(masked)) == advantages(masked)
     for fraction in (0.0, 1.5, math.nan):
-        with pytest.raises(ValueError, match=r"fraction=.*must be above 0 and at most 1"):
+        with pytest.raises(ValueError, match=r"fraction=.*must be above 0 and at most 1, .*; use 0\.2"):
             top_entropy(data, fraction=fraction)
+
+
+def test_a_quantile_that_is_a_token_is_not_moved_by_rounding():
+    for num in (11, 21, 101, 1001):
+        data = [datum([1] * num, [1.0] * num, [-1.0] * num)]
+        data = with_inputs(data, old_entropy=[torch.arange(num, dtype=torch.float32)])
+        for tenths in range(1, 11):  # (1 - fraction) x (num - 1) is whole, but not in floating point
+            assert sum(advantages(top_entropy(data, fraction=tenths / 10))[0]) == (num - 1) // 10 * tenths + 1
+
+
+@pytest.mark.parametrize("fraction", [0.05, 0.2, 0.5, 0.8, 1.0])
+@pytest.mark.parametrize("seed", range(5))
+def test_top_entropy_keeps_the_tokens_of_the_authors(fraction, seed):
+    """Shenzhi-Wang/Beyond-the-80-20-Rule-RLVR, get_global_entropy_top_mask: the fraction x N tokens of highest entropy,
+    rounded up. Its mean is over the kept tokens, so with a token mean the gradient is N / kept times the one here."""
+    data = at_the_step(seed)
+    rng = np.random.default_rng(seed)
+    data = with_inputs(data, old_entropy=[torch.tensor(rng.random(len(part))) for part in data])  # none equal
+    mask = torch.cat([part.loss_inputs["loss_mask"] for part in data]) > 0
+    entropy = torch.cat([part.loss_inputs["old_entropy"] for part in data])[mask]
+    kept = torch.topk(entropy, max(1, math.ceil(round(fraction * len(entropy), 6)))).indices
+    gradient = -trained(data, [x for row in advantages(data) for x in row]) / len(kept)  # at a ratio of 1
+    expected = torch.zeros_like(gradient).index_copy(0, kept, gradient[kept])
+    mine = trained(data, loss_and_gradient(top_entropy(data, fraction=fraction), IMPORTANCE)[1])
+    common = mine != 0
+    # A quantile between two tokens lies above the lower one, which counts among the authors' where N x fraction does.
+    assert (expected[common] != 0).all() and (expected != 0).sum() - common.sum() in (0, 1)
+    scaled = mine[common] * len(entropy) / len(kept)
+    assert scaled.tolist() == pytest.approx(expected[common].tolist(), rel=1e-10)
 
 
 @pytest.mark.parametrize("fraction", [0.05, 0.2, 0.5, 0.8, 1.0])
