@@ -33,6 +33,11 @@ def test_the_quickstart_is_offered_and_exports_nothing(config):
         ("algorithm.temperature", 0.7, r"algorithm\.temperature=0\.7: backend='tinker' computes"),
         ("algorithm.entropy_coef", 0.01, r"algorithm\.entropy_coef=0\.01: backend='tinker' answers no entropy"),
         (
+            "algorithm.entropy_control",
+            rl.EntropyControlConfig(),
+            r"algorithm\.entropy_control: backend='tinker' answers no entropy to follow",
+        ),
+        (
             "algorithm.minibatch_fn",
             top_entropy,
             r"algorithm\.minibatch_fn: backend='tinker' answers no entropy, which it",
