@@ -131,7 +131,7 @@ def test_adaptive_coefficients_go_on_to_the_last_digit(loop, tmp_path):
     def adaptive(path):
         settings = {"supervised__num_steps": 0, "algorithm__kl_coef": 0.1, "algorithm__kl_estimator": "k1"}
         settings |= {"algorithm__kl_in": "return", "algorithm__kl_target": 0.01, "algorithm__kl_horizon": 64}
-        control = EntropyControlConfig(target=3.0, step=0.01, max_coef=0.025)  # the policy is above 3 nats as it starts
+        control = EntropyControlConfig(target=4.125, step=0.01, max_coef=0.025)  # it starts at 4.127 nats
         settings |= {"algorithm__entropy_coef": 0.005, "algorithm__entropy_control": control}
         made = config(path, **settings, algorithm__whiten_advantages=True)
         made.roles.reference = RoleConfig()
@@ -149,8 +149,8 @@ def test_adaptive_coefficients_go_on_to_the_last_digit(loop, tmp_path):
     coef, factor = 0.005, 0.005
     for line in lines:
         assert line["policy/entropy_coef"] == factor
-        coef = min(coef + 0.01, 0.025) if line["policy/entropy"] <= 3.0 else max(coef - 0.01, 0.0)
-        factor = coef if line["policy/entropy"] <= 3.0 else 0.0
+        coef = min(coef + 0.01, 0.025) if line["policy/entropy"] <= 4.125 else max(coef - 0.01, 0.0)
+        factor = coef if line["policy/entropy"] <= 4.125 else 0.0
 
 
 def test_damaged_checkpoints_are_named_and_the_last_good_one_is_taken(copied, undisturbed, loop, capsys):

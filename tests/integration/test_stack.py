@@ -9,6 +9,7 @@ import torch
 
 from tests.integration.helpers import flat, random_datums, relative_l2
 from torchtitan_rl.actors.operations import GeneratorOperations
+from torchtitan_rl.algorithm.inputs import with_inputs
 from torchtitan_rl.algorithm.losses import cross_entropy, importance_sampling, ppo
 from torchtitan_rl.algorithm.minibatch_statistics import clip_cov, kl_cov, top_entropy
 from torchtitan_rl.algorithm.terms import with_minibatch_fn
@@ -151,6 +152,7 @@ def test_a_gradient_by_statistics_of_a_minibatch_does_not_depend_on_microbatches
     if function is clip_cov:
         algorithm.minibatch_config |= {"low": 0.001}
     data, line = random_datums(13), StepMetrics()
+    start = {"batch_logprobs": [datum.loss_inputs["sampling_logprobs"] for datum in data]}
 
     def gradient(max_tokens):
         client = controller.trainer
@@ -160,7 +162,9 @@ def test_a_gradient_by_statistics_of_a_minibatch_does_not_depend_on_microbatches
             scored = loop.run_until_complete(with_old_logprobs(data, client, line, entropy=entropy))
         finally:
             client._max_tokens = budget
-        return _gradient(loop, controller, [with_minibatch_fn(scored, algorithm)], max_tokens=max_tokens)[1]
+        return _gradient(
+            loop, controller, [with_minibatch_fn(with_inputs(scored, **start), algorithm)], max_tokens=max_tokens
+        )[1]
 
     reference = gradient(None)
     assert relative_l2(reference, _gradient(loop, controller, [data])[1]) > 1e-2

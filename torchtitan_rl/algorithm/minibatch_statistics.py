@@ -4,6 +4,7 @@
 log-probabilities just before the step as `old_logprobs`. The answer has the same datums in the same order; it may
 change `token_weights` and `advantages`, or add columns. A loss cannot do this: it is a sum over tokens and sees a
 microbatch. A function marked with `reads_entropy` also gets `old_entropy`, the entropy of the policy's distribution.
+One marked with `reads_batch_start` gets `batch_logprobs`, the policy's log-probabilities before the batch's first step.
 """
 
 from __future__ import annotations
@@ -17,13 +18,20 @@ import torch
 from torchtitan_rl.algorithm.inputs import with_inputs
 from torchtitan_rl.types import Datum
 
-__all__ = ["clip_cov", "covariances", "kl_cov", "reads_entropy", "top_entropy"]
+__all__ = ["clip_cov", "covariances", "kl_cov", "reads_batch_start", "reads_entropy", "top_entropy"]
 
 
 def reads_entropy(function: Callable) -> Callable:
     """Marks a `minibatch_fn` whose data are to have the column `old_entropy`, in nats, from the same forward pass as
     `old_logprobs`."""
     function.reads_entropy = True  # type: ignore[attr-defined]
+    return function
+
+
+def reads_batch_start(function: Callable) -> Callable:
+    """Marks a `minibatch_fn` whose data are to have the column `batch_logprobs`: the policy's log-probabilities before
+    the first step on the batch, from one more forward pass of a batch. In that step they are `old_logprobs`."""
+    function.reads_batch_start = True  # type: ignore[attr-defined]
     return function
 
 
@@ -72,13 +80,16 @@ def clip_cov(
     )
 
 
+@reads_batch_start
 def kl_cov(data: list[Datum], *, fraction: float = 2e-4, coef: float = 1.0) -> list[Datum]:
-    """KL-Cov: the tokens of highest covariance pay for their distance to the generator (Cui et al., arXiv:2505.22617).
+    """KL-Cov: the tokens of highest covariance pay for their distance to the policy before the batch (Cui et al.,
+    arXiv:2505.22617).
 
     Of N trained tokens, `fraction` x N with the highest covariance (`covariances`), rounded down, at least one, get
-    A - coef x sign(log pi - log mu) for A, with the generator's log mu. At a ratio of 1, as at the step, the gradient
-    is that of the surrogate plus coef x |log pi - log mu|, the penalty of the paper's code. A token without such a
-    distance pays nothing. `fraction` and `coef` are the paper's.
+    A - coef x sign(log pi - log pi_batch) for A, pi_batch the policy before the batch's first step. At a ratio of 1, as
+    at the step, the gradient is that of the surrogate plus coef x |log pi - log pi_batch|, the penalty of the paper's
+    code. A token without such a distance pays nothing, as all tokens in the first step. `fraction` and `coef` are the
+    paper's.
     Raises ValueError for a `fraction` outside (0, 1], and a `coef` that is not positive and finite.
     """
     _check_fraction(fraction, "2e-4")
@@ -92,7 +103,7 @@ def kl_cov(data: list[Datum], *, fraction: float = 2e-4, coef: float = 1.0) -> l
     rows = []
     for chosen_T, datum in zip(chosen_N.split(list(map(len, data))), data, strict=True):
         inputs = datum.loss_inputs
-        away_T = torch.sign(inputs["old_logprobs"] - inputs["sampling_logprobs"])
+        away_T = torch.sign(inputs["old_logprobs"] - inputs["batch_logprobs"])
         rows.append(torch.where(chosen_T, inputs["advantages"] - coef * away_T, inputs["advantages"]))
     return with_inputs(data, advantages=rows)
 

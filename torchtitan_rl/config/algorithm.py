@@ -307,6 +307,16 @@ class AlgorithmConfig:
         return getattr(_unwrapped(self.minibatch_fn), "reads_entropy", False)
 
     @property
+    def minibatch_reads_batch_start(self) -> bool:
+        """Whether `minibatch_fn` reads `batch_logprobs`; see algorithm/minibatch_statistics.py."""
+        return getattr(_unwrapped(self.minibatch_fn), "reads_batch_start", False)
+
+    @property
+    def scores_each_batch(self) -> bool:
+        """Whether the policy scores a batch before its first step."""
+        return self.recompute_logprobs_per_batch or self.minibatch_reads_batch_start
+
+    @property
     def kl_in_return(self) -> bool:
         """Whether tokens pay for their KL to the reference in their rewards."""
         return self.kl_coef > 0 and self.kl_in == "return"

@@ -37,7 +37,7 @@ async def training_data(
         data = to_datums(groups, config)
     if not data:
         raise ValueError(f"groups: {len(groups)} of them hold no turn to train on; give rollouts with turns")
-    if len(roles) > 1 or config.recompute_logprobs_per_batch:
+    if len(roles) > 1 or config.scores_each_batch:
         data = await role_scores.with_roles(data, groups, roles, config)
     return with_whitened(data) if config.whiten_advantages else data
 

@@ -265,6 +265,11 @@ def _check_minibatch_fn(algorithm: AlgorithmConfig) -> None:
             f"{setting}: sees the policy's log-probabilities just before each step, and this run does not compute "
             "them; set algorithm.recompute_logprobs_per_minibatch=True"
         )
+    if algorithm.minibatch_reads_batch_start and algorithm.steps_per_batch == 1:
+        raise ValueError(
+            f"{setting}: compares with the policy before the batch, and a batch has one step, before which the two are "
+            "the same; set algorithm.tasks_per_minibatch or algorithm.num_epochs, or leave it out"
+        )
     taught = (
         algorithm.distill is not None and algorithm.distill.divergence != "tokens" and not algorithm.distill.rewards
     )
@@ -355,6 +360,8 @@ def _columns(algorithm: AlgorithmConfig, roles: RolesConfig) -> set[str]:
         columns.add("old_logprobs")
     if algorithm.minibatch_reads_entropy:
         columns.add("old_entropy")
+    if algorithm.minibatch_reads_batch_start:
+        columns.add("batch_logprobs")
     if roles.reference is not None:
         columns.add("reference_logprobs")
     if roles.teacher is not None:

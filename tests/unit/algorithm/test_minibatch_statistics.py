@@ -17,8 +17,9 @@ from torchtitan_rl.types import Datum
 IMPORTANCE = AlgorithmConfig(loss_fn=importance_sampling)
 
 
-def datum(mask, advantages, old, sampling=None, **fields):
-    columns = {"loss_mask": mask, "advantages": advantages, "old_logprobs": old, "sampling_logprobs": sampling or old}
+def datum(mask, advantages, old, batch=None, **fields):
+    columns = {"loss_mask": mask, "advantages": advantages, "old_logprobs": old, "batch_logprobs": batch or old}
+    columns["sampling_logprobs"] = old
     tensors = {name: torch.tensor(row, dtype=torch.float64) for name, row in columns.items()}
     tokens = torch.arange(len(mask))
     tensors["token_weights"] = tensors["loss_mask"] / 4
@@ -51,7 +52,7 @@ def test_clip_cov_by_hand():
 
 
 def test_kl_cov_by_hand():
-    # log pi - log mu of the two: 0.5 and -1.
+    # log pi of the two, less that before the batch: 0.5 and -1.
     assert advantages(kl_cov(BY_HAND, fraction=0.5, coef=0.25)) == [[9.0, 2.75, -0.75], [-1.0, -1.0]]
     one = advantages(kl_cov(BY_HAND, coef=2.0))
     assert one in ([[9.0, 1.0, -1.0], [-1.0, -1.0]], [[9.0, 3.0, 1.0], [-1.0, -1.0]])
@@ -84,7 +85,12 @@ def with_entropy(data, seed=0):
     """The data with entropies of the policy just before the step, some of them equal; a masked token has any."""
     rng = np.random.default_rng(seed)
     rows = [torch.tensor(rng.integers(0, 12, len(part)) / 4, dtype=torch.float64) for part in data]
-    return with_inputs(data, old_entropy=rows)
+    return with_batch_start(with_inputs(data, old_entropy=rows))
+
+
+def with_batch_start(data):
+    """The data with the policy before the batch, which the generator stands for: any other policy would do."""
+    return with_inputs(data, batch_logprobs=[part.loss_inputs["sampling_logprobs"] for part in data])
 
 
 FUNCTIONS = [partial(clip_cov, fraction=0.2, low=0.1), partial(kl_cov, fraction=0.3, coef=0.5)]
@@ -123,14 +129,14 @@ def test_a_split_of_the_answer_changes_neither_sum_nor_gradient(function, size):
 
 def at_the_step(seed):
     """Datums of which the policy is the old one, as just before a step."""
-    data = mismatched(seed)
+    data = with_batch_start(mismatched(seed))
     return with_inputs(data, policy=[part.loss_inputs["old_logprobs"].clone() for part in data])
 
 
 def columns(data):
     longest = max(len(part) for part in data)
     rows = {}
-    for name in ("advantages", "loss_mask", "policy", "sampling_logprobs"):
+    for name in ("advantages", "loss_mask", "policy", "batch_logprobs"):
         rows[name] = torch.zeros(len(data), longest, dtype=torch.float64)
         for row, part in zip(rows[name], data, strict=True):
             row[: len(part)] = part.loss_inputs[name]
@@ -150,14 +156,14 @@ def candidates_of_verl(rows, low, high):
 
 
 def kl_cov_of_verl(rows, fraction, coef):
-    """compute_policy_loss_kl_cov with token-mean: (loss, gradient by the policy). The surrogate's ratio is to the
-    policy just before the step, the distance of the penalty to the generator."""
+    """compute_policy_loss_kl_cov with token-mean: the gradient by the policy. The surrogate's ratio is to the policy
+    just before the step, the distance of the penalty to the policy before the batch, verl's old policy."""
     covariance, mask = covariances_of_verl(rows)
     policy = rows["policy"].clone().requires_grad_()
     terms = -rows["advantages"] * (policy - policy.detach()).exp()
     chosen = torch.topk(covariance.flatten(), max(1, int(mask.sum() * fraction))).indices
     penalty = torch.zeros(covariance.numel(), dtype=torch.float64).index_fill(0, chosen, coef).view_as(covariance)
-    loss = (terms + penalty * (policy - rows["sampling_logprobs"]).abs())[mask].mean()
+    loss = (terms + penalty * (policy - rows["batch_logprobs"]).abs())[mask].mean()
     return torch.autograd.grad(loss, policy)[0][mask]
 
 
@@ -174,6 +180,12 @@ def test_kl_cov_has_the_gradient_of_verl(seed):
     assert trained(data, gradient).tolist() == pytest.approx(expected.tolist(), rel=1e-10, abs=1e-14)
     _, plain = loss_and_gradient(data, IMPORTANCE)
     assert plain != gradient
+    first = with_inputs(data, batch_logprobs=[part.loss_inputs["old_logprobs"] for part in data])
+    expected = kl_cov_of_verl(
+        columns(with_inputs(first, policy=[d.loss_inputs["old_logprobs"] for d in data])), 0.3, 0.5
+    )
+    assert trained(data, plain).tolist() == pytest.approx(expected.tolist(), rel=1e-10, abs=1e-14)
+    assert advantages(kl_cov(first, fraction=0.3, coef=0.5)) == advantages(data)  # |.| has the subgradient 0 there
 
 
 @pytest.mark.parametrize("seed", range(10))

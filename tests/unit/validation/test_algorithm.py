@@ -59,7 +59,8 @@ ADAPTIVE = {"kl_target": 6.0, "kl_coef": 0.1, "kl_in": "return", "kl_estimator":
         ADAPTIVE,
         MINIBATCH | {"minibatch_fn": clip_cov, "minibatch_config": {"fraction": 0.002, "seed": 3}},
         MINIBATCH | {"minibatch_fn": functools.partial(top_entropy, fraction=0.3)},
-        MINIBATCH | {"minibatch_fn": kl_cov, "loss_fn": losses.importance_sampling},
+        MINIBATCH | {"minibatch_fn": kl_cov, "num_epochs": 2, "loss_fn": losses.importance_sampling},
+        MINIBATCH | {"minibatch_fn": kl_cov, "tasks_per_minibatch": 8},
         ADAPTIVE | {"kl_in": "reward", "kl_horizon": 128},
         {"advantage_fn": rloo, "loss_fn": losses.gspo, "reduction": reductions.sequence_mean},
         {"advantage_fn": functools.partial(grpo, std="unbiased"), "loss_fn": losses.cispo},
@@ -546,11 +547,16 @@ def test_a_reduction_that_is_not_one(reduction, message):
             "algorithm.minibatch_config.low=7.0: is not below high=5.0",
         ),
         (
-            MINIBATCH | {"minibatch_fn": kl_cov, "minibatch_config": {"coef": 0.0}},
+            MINIBATCH | {"minibatch_fn": kl_cov, "tasks_per_minibatch": 16},
+            "minibatch_statistics:kl_cov: compares with the policy before the batch, and a batch has one step, before "
+            "which the two are the same; set algorithm.tasks_per_minibatch or algorithm.num_epochs",
+        ),
+        (
+            MINIBATCH | {"minibatch_fn": kl_cov, "num_epochs": 2, "minibatch_config": {"coef": 0.0}},
             "algorithm.minibatch_config.coef=0.0: must be positive and finite",
         ),
         (
-            MINIBATCH | {"minibatch_fn": kl_cov, "loss_fn": losses.cross_entropy},
+            MINIBATCH | {"minibatch_fn": kl_cov, "num_epochs": 2, "loss_fn": losses.cross_entropy},
             "cross_entropy: does not read advantages, by which algorithm.minibatch_fn is to train",
         ),
         (
