@@ -11,6 +11,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 import pytest
 
 from torchtitan_rl.algorithm import advantages, corrections, group_estimators, losses, minibatch_statistics, reductions
+from torchtitan_rl.config.algorithm import EntropyControlConfig
 from torchtitan_rl.config.meshes import LoRAConfig
 from torchtitan_rl.config.resolve import flat
 from torchtitan_rl.config.run import RoleConfig, RolesConfig, RunConfig
@@ -112,6 +113,7 @@ def paths():
         }
     )
     config.trainer.lora = LoRAConfig()
+    config.algorithm.entropy_control = EntropyControlConfig()
     known = {}
     for path, _ in flat(config):
         target, names = config, path.split(".")
