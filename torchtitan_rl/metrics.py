@@ -56,6 +56,7 @@ FEATURES = {
     "several replicas": ("generator/healthy_replicas",),
     "a reference": ("policy/reference_kl",),
     "an adaptive KL": ("policy/kl_coef", "policy/rollout_kl"),
+    "an adaptive entropy bonus": ("policy/entropy_coef",),
     "a lag": (
         "policy/ratio_lagA_mean",
         "policy/far_lagA_frac",

@@ -119,6 +119,16 @@ def test_the_kl_is_that_of_the_two_models_distributions_and_training_lowers_it(
     assert stored == []
 
 
+def test_the_entropy_is_that_of_the_whole_distribution(loop, clients):
+    (made, _), data = clients, random_datums(5, seed=4)
+    client = made["tied"]
+    assert loop.run_until_complete(client.forward(data)).entropy == []
+    output = loop.run_until_complete(client.forward(data, entropy=True))
+    logp_TV = loop.run_until_complete(distributions(client, data))
+    assert [row.shape for row in output.entropy] == [(len(datum),) for datum in data]
+    assert torch.cat(output.entropy).numpy() == pytest.approx(-(np.exp(logp_TV) * logp_TV).sum(1), rel=1e-5)
+
+
 def test_top_k_distillation_is_the_cross_entropy_with_the_teachers_likeliest_tokens(loop, clients):
     """Over the whole vocabulary that is KL(q || p) up to a constant; with K = 8 it is what is left of it."""
     (made, _), data = clients, random_datums(5, seed=2)

@@ -14,6 +14,7 @@ import pytest
 
 from tests.integration.conftest import small_config
 from torchtitan_rl.cli.export import export
+from torchtitan_rl.config.algorithm import EntropyControlConfig
 from torchtitan_rl.config.run import RoleConfig
 from torchtitan_rl.record import attempts
 from torchtitan_rl.record.run_dir import RunDir
@@ -126,10 +127,12 @@ def test_a_run_that_was_asked_to_stop_goes_on_to_the_same_bytes(stops, undisturb
 
 
 @pytest.mark.whole
-def test_an_adaptive_coefficient_of_the_kl_goes_on_to_the_last_digit(loop, tmp_path):
+def test_adaptive_coefficients_go_on_to_the_last_digit(loop, tmp_path):
     def adaptive(path):
         settings = {"supervised__num_steps": 0, "algorithm__kl_coef": 0.1, "algorithm__kl_estimator": "k1"}
         settings |= {"algorithm__kl_in": "return", "algorithm__kl_target": 0.01, "algorithm__kl_horizon": 64}
+        control = EntropyControlConfig(target=4.125, step=0.01, max_coef=0.025)  # it starts at 4.127 nats
+        settings |= {"algorithm__entropy_coef": 0.005, "algorithm__entropy_control": control}
         made = config(path, **settings, algorithm__whiten_advantages=True)
         made.roles.reference = RoleConfig()
         return made
@@ -143,6 +146,11 @@ def test_an_adaptive_coefficient_of_the_kl_goes_on_to_the_last_digit(loop, tmp_p
     coefficients = [line["policy/kl_coef"] for line in lines]
     assert coefficients[0] == 0.1 and len(set(coefficients)) == 4
     assert lines[0]["policy/rollout_kl"] == pytest.approx(0, abs=1e-4)  # the reference is the policy as it starts
+    coef, factor = 0.005, 0.005
+    for line in lines:
+        assert line["policy/entropy_coef"] == factor
+        coef = min(coef + 0.01, 0.025) if line["policy/entropy"] <= 4.125 else max(coef - 0.01, 0.0)
+        factor = coef if line["policy/entropy"] <= 4.125 else 0.0
 
 
 def test_damaged_checkpoints_are_named_and_the_last_good_one_is_taken(copied, undisturbed, loop, capsys):

@@ -9,7 +9,13 @@ import torch
 
 from tests.integration.helpers import flat, random_datums, relative_l2
 from torchtitan_rl.actors.operations import GeneratorOperations
+from torchtitan_rl.algorithm.inputs import with_inputs
 from torchtitan_rl.algorithm.losses import cross_entropy, importance_sampling, ppo
+from torchtitan_rl.algorithm.minibatch_statistics import clip_cov, kl_cov, top_entropy
+from torchtitan_rl.algorithm.terms import with_minibatch_fn
+from torchtitan_rl.config.algorithm import AlgorithmConfig
+from torchtitan_rl.train.lines import StepMetrics
+from torchtitan_rl.train.role_scores import with_old_logprobs
 from torchtitan_rl.types import OptimParams, SamplingParams
 
 PROMPT = [20, 31, 27, 44, 14]
@@ -137,6 +143,33 @@ def test_a_gradient_does_not_depend_on_microbatches_or_calls(loop, controller):
         assert [len(row) for row in logprobs] == [len(d) for d in data]
         for row, expected in zip(logprobs, whole.policy_logprobs):
             assert torch.allclose(row, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("function", [clip_cov, kl_cov, top_entropy])
+def test_a_gradient_by_statistics_of_a_minibatch_does_not_depend_on_microbatches(loop, controller, function):
+    """What the rank says of the policy before the step chooses the tokens, by all datums of the step."""
+    algorithm = AlgorithmConfig(minibatch_fn=function, minibatch_config={"fraction": 0.3})
+    if function is clip_cov:
+        algorithm.minibatch_config |= {"low": 0.001}
+    data, line = random_datums(13), StepMetrics()
+    start = {"batch_logprobs": [datum.loss_inputs["sampling_logprobs"] for datum in data]}
+
+    def gradient(max_tokens):
+        client = controller.trainer
+        budget, client._max_tokens = client._max_tokens, max_tokens or client._max_tokens
+        try:
+            entropy = algorithm.minibatch_reads_entropy
+            scored = loop.run_until_complete(with_old_logprobs(data, client, line, entropy=entropy))
+        finally:
+            client._max_tokens = budget
+        return _gradient(
+            loop, controller, [with_minibatch_fn(with_inputs(scored, **start), algorithm)], max_tokens=max_tokens
+        )[1]
+
+    reference = gradient(None)
+    assert relative_l2(reference, _gradient(loop, controller, [data])[1]) > 1e-2
+    for budget in (1, 20):
+        assert relative_l2(gradient(budget), reference) <= 1e-5
 
 
 def test_loss_weight_and_grad_scale_scale_the_gradient_alike(loop, controller):

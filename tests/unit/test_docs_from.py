@@ -10,7 +10,8 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
-from torchtitan_rl.algorithm import advantages, corrections, group_estimators, losses, reductions
+from torchtitan_rl.algorithm import advantages, corrections, group_estimators, losses, minibatch_statistics, reductions
+from torchtitan_rl.config.algorithm import EntropyControlConfig
 from torchtitan_rl.config.meshes import LoRAConfig
 from torchtitan_rl.config.resolve import flat
 from torchtitan_rl.config.run import RoleConfig, RolesConfig, RunConfig
@@ -20,7 +21,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ("from_verl", "from_trl", "from_skyrl")
 FUNCTIONS = {
     name: getattr(module, name)
-    for module in (advantages, group_estimators, losses, reductions, corrections)
+    for module in (advantages, group_estimators, losses, reductions, corrections, minibatch_statistics)
     for name in module.__all__
     if callable(getattr(module, name))
 }
@@ -112,6 +113,7 @@ def paths():
         }
     )
     config.trainer.lora = LoRAConfig()
+    config.algorithm.entropy_control = EntropyControlConfig()
     known = {}
     for path, _ in flat(config):
         target, names = config, path.split(".")
@@ -133,6 +135,7 @@ def problem(text, known):
             "algorithm.loss_config": losses,
             "algorithm.critic_loss_config": losses,
             "algorithm.correction_config": corrections,
+            "algorithm.minibatch_config": minibatch_statistics,
         }.get(path)
         if functions is None or not any(
             argument in inspect.signature(FUNCTIONS[name]).parameters for name in functions.__all__ if name in FUNCTIONS

@@ -58,7 +58,9 @@ class TrainerOperations(Protocol):
     """One rank of a trainer role. `TrainerRank` does the work; the actor `PolicyTrainer` passes calls on."""
 
     @needs("model")
-    def forward(self, batches: list[Microbatch], temperature: float, top_k: int, hidden: bool) -> Accumulated:
+    def forward(
+        self, batches: list[Microbatch], temperature: float, top_k: int, hidden: bool, entropy: bool
+    ) -> Accumulated:
         """Scores the rank's microbatches, in order."""
 
     @needs("model", "gradients")

@@ -70,8 +70,10 @@ class PolicyTrainer(Actor):
         return self.rank.optim_step(params, grad_scale)
 
     @endpoint
-    async def forward(self, batches: list[Microbatch], temperature: float, top_k: int, hidden: bool) -> Accumulated:
-        return self.rank.forward(batches, temperature, top_k, hidden)
+    async def forward(
+        self, batches: list[Microbatch], temperature: float, top_k: int, hidden: bool, entropy: bool
+    ) -> Accumulated:
+        return self.rank.forward(batches, temperature, top_k, hidden, entropy)
 
     @endpoint
     async def reset_optimizer(self) -> None:

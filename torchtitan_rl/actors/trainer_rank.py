@@ -168,10 +168,10 @@ class TrainerRank:
 
     @implements(TrainerOperations.forward)
     def forward(
-        self, batches: list[Microbatch], temperature: float, top_k: int = 0, hidden: bool = False
+        self, batches: list[Microbatch], temperature: float, top_k: int = 0, hidden: bool = False, entropy: bool = False
     ) -> Accumulated:
         """Scores this rank's microbatches, in order: log-probabilities (a critic: values), and with `top_k` the
-        likeliest tokens, with `hidden` the hidden states."""
+        likeliest tokens, with `hidden` the hidden states, with `entropy` the entropies."""
         result = score(
             self.model,
             batches,
@@ -180,6 +180,7 @@ class TrainerRank:
             multiple_of=self.parallel_dims.tp,
             top_k=top_k,
             hidden=hidden,
+            entropy=entropy,
         )
         if self.tensor_parallel[0]:  # dispatch reads tensor-parallel rank 0 only, and rows are large
             result.rows = {}

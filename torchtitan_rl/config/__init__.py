@@ -6,6 +6,7 @@
 from torchtitan_rl.config.algorithm import (
     AlgorithmConfig,
     DistillConfig,
+    EntropyControlConfig,
     FilterConfig,
     ScheduleConfig,
     SupervisedConfig,
@@ -44,6 +45,7 @@ __all__ = [
     "ControllerConfig",
     "DeepseekV3Shape",
     "DistillConfig",
+    "EntropyControlConfig",
     "EvalSetConfig",
     "ExpertsShape",
     "FilterConfig",

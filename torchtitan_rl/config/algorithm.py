@@ -12,7 +12,8 @@ from annotated_types import Ge, Gt, Interval
 
 from torchtitan_rl.constraints import Hint
 
-__all__ = ["AlgorithmConfig", "DistillConfig", "FilterConfig", "ScheduleConfig", "SupervisedConfig"]
+__all__ = ["AlgorithmConfig", "DistillConfig", "EntropyControlConfig", "FilterConfig", "ScheduleConfig"]
+__all__ += ["SupervisedConfig"]
 
 
 # Defaults of `AlgorithmConfig` that are functions of `torchtitan_rl.algorithm`, imported when a config is made: losses
@@ -98,6 +99,21 @@ class ScheduleConfig:
     """Warm-up as a fraction of the phase's steps, rounded up, where `warmup_steps` is 0; 0: no warm-up."""
     final_factor: Annotated[float, Ge(0), Hint("use 0 to end at 0")] = 0.0
     """Learning rate at the end of a linear or cosine decay, as a fraction of the peak."""
+
+
+@dataclass(kw_only=True, slots=True)
+class EntropyControlConfig:
+    """How `entropy_coef` follows the policy's entropy; see algorithm/entropy_control.py. The defaults are those of
+    Skywork-OR1's scripts. Example: `EntropyControlConfig(target=0.3, max_coef=0.01)`."""
+
+    target: Annotated[float, Gt(0), Hint("use an entropy that the policy has early in training")] = 0.2
+    """Mean entropy of a trained token, in nats. The bonus acts on the batch after one whose entropy is at most this."""
+    step: Annotated[float, Gt(0), Hint("use entropy_control=None for a coefficient that stays")] = 1e-4
+    """By how much the coefficient rises after a batch with an entropy of at most `target`, and falls after another."""
+    min_coef: Annotated[float, Ge(0), Hint("use 0 for a bonus that may vanish")] = 0.0
+    """The smallest coefficient."""
+    max_coef: Annotated[float, Gt(0)] = 5e-3
+    """The largest coefficient."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -191,7 +207,10 @@ class AlgorithmConfig:
     """Rollouts over which the coefficient changes by a factor of about 1 + the relative error, which counts up to 0.2.
     Acts only with `kl_target`."""
     entropy_coef: Annotated[float, Ge(0), Hint("use 0 for none")] = 0.0
-    """Factor of the entropy bonus; 0: no bonus."""
+    """Factor of the entropy bonus, with `entropy_control` the first one; 0: no bonus."""
+    entropy_control: EntropyControlConfig | None = None
+    """How the factor of the entropy bonus follows the policy's entropy after every batch. None: `entropy_coef`
+    stays."""
     correction_fn: Callable | None = None
     """`(LossInputs, **correction_config) -> (factor_T, metric sums)`: a factor of each token's weight, for a generator
     whose log-probabilities differ from the trainer's; see algorithm/corrections.py. Needs
@@ -281,6 +300,21 @@ class AlgorithmConfig:
         config's."""
         own = getattr(_unwrapped(self.workflow), "after_rewards", None)
         return [hook for hook in (own, self.after_rewards) if hook is not None]
+
+    @property
+    def minibatch_reads_entropy(self) -> bool:
+        """Whether `minibatch_fn` reads `old_entropy`; see algorithm/minibatch_statistics.py."""
+        return getattr(_unwrapped(self.minibatch_fn), "reads_entropy", False)
+
+    @property
+    def minibatch_reads_batch_start(self) -> bool:
+        """Whether `minibatch_fn` reads `batch_logprobs`; see algorithm/minibatch_statistics.py."""
+        return getattr(_unwrapped(self.minibatch_fn), "reads_batch_start", False)
+
+    @property
+    def scores_each_batch(self) -> bool:
+        """Whether the policy scores a batch before its first step."""
+        return self.recompute_logprobs_per_batch or self.minibatch_reads_batch_start
 
     @property
     def kl_in_return(self) -> bool:

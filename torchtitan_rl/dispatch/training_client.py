@@ -84,28 +84,34 @@ class TrainingClient:
         return asyncio.ensure_future(agreed())
 
     def forward(
-        self, data: list[Datum], *, temperature: float | None = None, top_k: int = 0, hidden: bool = False
+        self,
+        data: list[Datum],
+        *,
+        temperature: float | None = None,
+        top_k: int = 0,
+        hidden: bool = False,
+        entropy: bool = False,
     ) -> asyncio.Future[ForwardBackwardOutput]:
         """Log-probabilities of the data's targets, or a critic's values; no gradient.
 
         `top_k` adds the likeliest tokens of each position; of equally likely tokens the lower id comes first. `hidden`
-        adds the states that enter the head. Raises ValueError as `forward_backward` does, for a `top_k` beyond the
-        vocabulary, and for `top_k` or `hidden` of a critic.
+        adds the states that enter the head, `entropy` the entropy at each position. Raises ValueError as
+        `forward_backward` does, for a `top_k` beyond the vocabulary, and for any of the three of a critic.
         """
         if not 0 <= top_k <= self._vocab_size:
             raise ValueError(
                 f"forward.top_k={top_k}: must be between 1 and the vocabulary's {self._vocab_size}; use 0 for none"
             )
-        if (top_k or hidden) and self._mesh.role == "critic":
+        if (top_k or hidden or entropy) and self._mesh.role == "critic":
             raise ValueError(
                 "forward: role='critic' has a value head, neither tokens nor states to learn from; ask "
-                "another role for top_k or hidden"
+                "another role for top_k, hidden or entropy"
             )
         temperature = self._temperature if temperature is None else temperature
         sent = [
             dataclasses.replace(datum, loss_inputs={}) for datum in data
         ]  # none is read, and hidden states are large
-        return self._submit(TrainerOperations.forward, data, sent, temperature, top_k, hidden)
+        return self._submit(TrainerOperations.forward, data, sent, temperature, top_k, hidden, entropy)
 
     def reset_optimizer(self) -> asyncio.Future[None]:
         """Forgets the optimizer's moments and step count."""

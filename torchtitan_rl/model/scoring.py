@@ -19,6 +19,7 @@ _ROWS = {
     "top_tokens": torch.int64,
     "top_logprobs": torch.float32,
     "hidden": None,
+    "entropy": torch.float32,
 }
 """Model outputs that `Accumulated.rows` returns, and the dtype of each; None keeps the output's dtype."""
 
@@ -32,17 +33,19 @@ def score(
     multiple_of: int = 1,
     top_k: int = 0,
     hidden: bool = False,
+    entropy: bool = False,
 ) -> Accumulated:
     """Log-probabilities of the targets, or a critic's values. A language model can also return the `top_k` likeliest
-    tokens and the `hidden` states that enter the head."""
+    tokens, the `hidden` states that enter the head, and the `entropy` of each position's distribution."""
     began = time.time()
     result = Accumulated(rows={}, loss=0.0, sums={})
     extra = {"top_k": top_k, "hidden": hidden} if top_k or hidden else {}
+    wanted = _ROWS.keys() if entropy else _ROWS.keys() - {"entropy"}  # the head always computes it
     with torch.no_grad():
         for batch in batches:
             with span("forward"):
                 outputs = head_outputs(model, batch, device, temperature=temperature, multiple_of=multiple_of, **extra)
-            for name in outputs.keys() & _ROWS.keys():
+            for name in outputs.keys() & wanted:
                 add_rows(result, name, outputs[name].to(_ROWS[name] or outputs[name].dtype), batch.lengths)
     # Without a backward FSDP leaves the last group gathered: `model.parameters()` would not be the optimizer's.
     for module in model.modules():

@@ -8,6 +8,7 @@ Scripts, the command line and the notebook drive the same object::
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import Counter
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -51,6 +52,7 @@ from torchtitan_rl.serve.run_gateway import open_gateway
 from torchtitan_rl.train import lines, listeners, resume
 from torchtitan_rl.train.checkpoints import Checkpoints
 from torchtitan_rl.train.early_stop import CollapseRule, EarlyEnd, end_early
+from torchtitan_rl.train.entropy_coefficient import AdaptiveEntropy
 from torchtitan_rl.train.evaluation import Evaluation, Evaluations
 from torchtitan_rl.train.kl_coefficient import AdaptiveKL
 from torchtitan_rl.train.lines import StepMetrics
@@ -115,6 +117,10 @@ class Controller(AbstractAsyncContextManager):
         self.adaptive_kl: AdaptiveKL | None = None
         if config.algorithm.kl_target:
             self.adaptive_kl = AdaptiveKL(config.algorithm, self.state)
+        self.adaptive_entropy: AdaptiveEntropy | None = None
+        if config.algorithm.entropy_control is not None:
+            first = config.algorithm.entropy_coef
+            self.adaptive_entropy = AdaptiveEntropy(config.algorithm.entropy_control, first, self.state)
         self.explainer: MismatchExplainer | None = None
         if record.explain_mismatch_every:
             self.explainer = MismatchExplainer(config, stack, self.state, recorder)
@@ -364,9 +370,12 @@ class Controller(AbstractAsyncContextManager):
         Metrics of rewards count `sampled`, which `groups` were chosen from; `policy/lag_*` count `groups`. Does not
         publish. `mismatch/*` are computed on the first minibatch, before its step.
         """
-        algorithm, line = self.config.algorithm, StepMetrics()
+        config, line = self.config, StepMetrics()
         if self.adaptive_kl is not None:
-            algorithm = self.adaptive_kl.algorithm()
+            config = dataclasses.replace(config, algorithm=self.adaptive_kl.algorithm(config.algorithm))
+        if self.adaptive_entropy is not None:
+            config = dataclasses.replace(config, algorithm=self.adaptive_entropy.algorithm(config.algorithm))
+        algorithm = config.algorithm
         trained: list[Trained] = []
         explaining: AbstractAsyncContextManager[dict[str, float]] = nullcontext({})
         if self.explainer is not None:
@@ -382,13 +391,15 @@ class Controller(AbstractAsyncContextManager):
                     of_batch |= self.adaptive_kl.adapt(data)
             for epoch in range(algorithm.num_epochs):
                 for minibatch in minibatches(data, algorithm, groups) if algorithm.tasks_per_minibatch else [data]:
-                    output = await take_step(minibatch, self.roles, self.config, self.state.step, line)
+                    output = await take_step(minibatch, self.roles, config, self.state.step, line)
                     self.state.step = self.state.phase_step = self.state.step + 1
                     if bad := count_bad(self.state, output.steps):
                         limit = self.config.controller.max_skipped_steps
                         note_bad_step(self.run_dir, self.state, bad, output.steps, minibatch, max_skipped=limit)
                     if epoch == 0:
                         trained += zip(minibatch, output.policy_logprobs, strict=True)
+            if self.adaptive_entropy is not None:
+                of_batch |= self.adaptive_entropy.adapt(line.line())
             if self.explainer is not None:
                 self.explainer.note_trained(trained)
             if self.overlap is not None:

@@ -22,9 +22,9 @@ class AdaptiveKL:
         if state.kl_coef is None:
             state.kl_coef = config.kl_coef
 
-    def algorithm(self) -> AlgorithmConfig:
-        """The run's algorithm with the coefficient of the batch that comes next."""
-        return dataclasses.replace(self._config, kl_coef=self._state.kl_coef)
+    def algorithm(self, algorithm: AlgorithmConfig) -> AlgorithmConfig:
+        """`algorithm` with the coefficient of the batch that comes next."""
+        return dataclasses.replace(algorithm, kl_coef=self._state.kl_coef)
 
     def adapt(self, data: list[Datum]) -> dict[str, float]:
         """Changes the coefficient after a batch of training data. Returns the batch's metrics: its own coefficient, and

@@ -28,6 +28,11 @@ class StepMetrics:
         """Tokens of every sequence that a step trained on."""
         self._steps = 0
 
+    @property
+    def num_steps(self) -> int:
+        """The policy's optimizer steps so far."""
+        return self._steps
+
     def mean(self, name: str, value: float, weight: float = 1.0) -> None:
         """Adds a value to a weighted mean. Names that end in `_max` become maxima; names that begin with `time/` or
         `tokens/`, or end in `/skipped`, become sums, which stay whole numbers where the values are."""

@@ -32,7 +32,7 @@ async def with_roles(
     waits = {
         role: client.forward(data, **(teacher_request(config.distill) if role == "teacher" else {}))
         for role, client in roles.items()
-        if role != "policy" or config.recompute_logprobs_per_batch
+        if role != "policy" or config.scores_each_batch
     }
     outputs = dict(zip(waits, await asyncio.gather(*waits.values())))
     if "policy" in outputs:
@@ -56,12 +56,25 @@ async def with_roles(
     return with_kl_reward(data, config)
 
 
-async def with_old_logprobs(data: list[Datum], policy: TrainingClient, line: StepMetrics) -> list[Datum]:
-    """The data with `old_logprobs`: the policy's log-probabilities now, the denominator of the loss's ratios."""
+async def with_old_logprobs(
+    data: list[Datum], policy: TrainingClient, line: StepMetrics, *, entropy: bool
+) -> list[Datum]:
+    """The data with `old_logprobs`: the policy's log-probabilities now, the denominator of the loss's ratios. With
+    `entropy` also `old_entropy`, the entropy of its distribution at each token.
+
+    Data that the policy scored before the batch also get `batch_logprobs`, the log-probabilities of then. Before the
+    batch's first step these are the ones of now: two forward passes of the same policy may differ by rounding.
+    """
     start = time.perf_counter()
-    output = await policy.forward(data)
+    output = await policy.forward(data, entropy=entropy)
     line.mean("time/score_s", time.perf_counter() - start)
-    return with_inputs(data, old_logprobs=output.policy_logprobs)
+    columns = {"old_logprobs": output.policy_logprobs}
+    if entropy:
+        columns["old_entropy"] = output.entropy
+    if "old_logprobs" in data[0].loss_inputs:
+        of_batch = [datum.loss_inputs["old_logprobs"] for datum in data]
+        columns["batch_logprobs"] = output.policy_logprobs if line.num_steps == 0 else of_batch
+    return with_inputs(data, **columns)
 
 
 def critic_step(

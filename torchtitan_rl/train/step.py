@@ -37,7 +37,7 @@ async def training_data(
         data = to_datums(groups, config)
     if not data:
         raise ValueError(f"groups: {len(groups)} of them hold no turn to train on; give rollouts with turns")
-    if len(roles) > 1 or config.recompute_logprobs_per_batch:
+    if len(roles) > 1 or config.scores_each_batch:
         data = await role_scores.with_roles(data, groups, roles, config)
     return with_whitened(data) if config.whiten_advantages else data
 
@@ -58,7 +58,8 @@ async def take_step(
     """Optimizer step number `step` (from 0) of every role that trains; adds metrics to `line`."""
     policy, algorithm = roles["policy"], config.algorithm
     if algorithm.recompute_logprobs_per_minibatch:
-        minibatch = await role_scores.with_old_logprobs(minibatch, policy, line)
+        entropy = algorithm.minibatch_reads_entropy
+        minibatch = await role_scores.with_old_logprobs(minibatch, policy, line, entropy=entropy)
     critic_steps: list[Awaitable[RoleStep]] = []
     if "critic" in roles:  # submitted before the policy's step: the two may take turns on shared devices
         params = optim_params(config, "critic", step)

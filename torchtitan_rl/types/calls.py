@@ -75,6 +75,8 @@ class ForwardBackwardOutput:
     `top_k`."""
     hidden: list[torch.Tensor] = field(default_factory=list)
     """Per datum, (T, D) in the role's compute dtype: the head's input, after the last norm; empty unless requested."""
+    entropy: list[torch.Tensor] = field(default_factory=list)
+    """Per datum, float32 (T,): entropy of the role's distribution at each position, in nats; empty unless requested."""
 
 
 @dataclass(kw_only=True, slots=True)

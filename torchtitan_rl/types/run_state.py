@@ -44,6 +44,11 @@ class RunState:
     """Batches in a row with a sign of collapse, by rule; see `train.early_stop`."""
     kl_coef: float | None = None
     """The coefficient of the KL that the next batch trains with, where it adapts (`algorithm.kl_target`)."""
+    entropy_coef: float | None = None
+    """The coefficient of the entropy bonus after the last batch, where it adapts (`algorithm.entropy_control`)."""
+    batch_entropy: float | None = None
+    """The mean entropy of the last batch's trained tokens, where the coefficient of the bonus follows it; None before
+    the first batch."""
     warm_start: dict | None = None
     """The evaluation before reinforcement; None before it was made."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ from torchtitan_rl.validation.functions import (
     reads,
 )
 
-__all__ = ["check_algorithm", "check_minibatches", "check_workflow"]
+__all__ = ["check_algorithm", "check_entropy_control", "check_minibatches", "check_workflow"]
 
 
 def check_algorithm(config: RunConfig) -> None:
@@ -75,6 +76,35 @@ def check_minibatches(algorithm: AlgorithmConfig, num_steps: int) -> None:
         raise ValueError(
             f"controller.num_steps={num_steps}: a batch is {per_batch} optimizer steps (algorithm.num_epochs x its "
             f"minibatches); use a multiple, such as {below or per_batch} or {below + per_batch}"
+        )
+
+
+def check_entropy_control(algorithm: AlgorithmConfig, *, vocab_size: int) -> None:
+    """Raises ValueError for a coefficient of the entropy bonus that could not follow the entropy."""
+    control, where = algorithm.entropy_control, "algorithm.entropy_control"
+    if control is None:
+        return
+    low, high = control.min_coef, control.max_coef
+    if not low < high:
+        raise ValueError(
+            f"{where}.min_coef={low}: is not below max_coef={high}, so the coefficient could not move; use a smaller "
+            f"one, or {where}=None with algorithm.entropy_coef={low}"
+        )
+    if not low <= algorithm.entropy_coef <= high:
+        raise ValueError(
+            f"algorithm.entropy_coef={algorithm.entropy_coef}: is the first coefficient, and outside of the bounds "
+            f"[{low}, {high}] of {where}; use a number within them, such as {low}"
+        )
+    if control.step > high - low:
+        raise ValueError(
+            f"{where}.step={control.step}: is more than the {high - low:g} between min_coef and max_coef, so a batch "
+            "would take the coefficient from bound to bound; use a hundredth of that"
+        )
+    if control.target >= math.log(vocab_size):
+        raise ValueError(
+            f"{where}.target={control.target}: no distribution over the vocabulary's {vocab_size} tokens has more than "
+            f"{math.log(vocab_size):.4g} nats, so the coefficient could only rise; use an entropy that the policy has "
+            "early in training"
         )
 
 
@@ -235,6 +265,11 @@ def _check_minibatch_fn(algorithm: AlgorithmConfig) -> None:
             f"{setting}: sees the policy's log-probabilities just before each step, and this run does not compute "
             "them; set algorithm.recompute_logprobs_per_minibatch=True"
         )
+    if algorithm.minibatch_reads_batch_start and algorithm.steps_per_batch == 1:
+        raise ValueError(
+            f"{setting}: compares with the policy before the batch, and a batch has one step, before which the two are "
+            "the same; set algorithm.tasks_per_minibatch or algorithm.num_epochs, or leave it out"
+        )
     taught = (
         algorithm.distill is not None and algorithm.distill.divergence != "tokens" and not algorithm.distill.rewards
     )
@@ -248,7 +283,7 @@ def _check_minibatch_fn(algorithm: AlgorithmConfig) -> None:
 def _changes_advantages(algorithm: AlgorithmConfig) -> bool:
     """Whether `minibatch_fn` is one of this package's, which act through advantages alone."""
     function = algorithm.minibatch_fn.func if isinstance(algorithm.minibatch_fn, partial) else algorithm.minibatch_fn
-    return function in (minibatch_statistics.clip_cov, minibatch_statistics.kl_cov)
+    return function in (minibatch_statistics.clip_cov, minibatch_statistics.kl_cov, minibatch_statistics.top_entropy)
 
 
 def _probe(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
@@ -323,6 +358,10 @@ def _columns(algorithm: AlgorithmConfig, roles: RolesConfig) -> set[str]:
     columns = {"token_weights", "loss_mask", "advantages", "sampling_logprobs"}
     if algorithm.recompute_logprobs_per_batch or algorithm.recompute_logprobs_per_minibatch:
         columns.add("old_logprobs")
+    if algorithm.minibatch_reads_entropy:
+        columns.add("old_entropy")
+    if algorithm.minibatch_reads_batch_start:
+        columns.add("batch_logprobs")
     if roles.reference is not None:
         columns.add("reference_logprobs")
     if roles.teacher is not None:

@@ -38,6 +38,10 @@ def _refusals(config: RunConfig, generators_only: bool) -> Iterator[str]:
         )
     if algorithm.entropy_coef:
         yield f"algorithm.entropy_coef={algorithm.entropy_coef}: backend='tinker' answers no entropy; use 0"
+    if algorithm.entropy_control is not None:
+        yield "algorithm.entropy_control: backend='tinker' answers no entropy to follow; leave it out"
+    if algorithm.minibatch_reads_entropy:
+        yield "algorithm.minibatch_fn: backend='tinker' answers no entropy, which it reads; use another"
     if algorithm.distill is not None:
         yield "algorithm.distill: backend='tinker' has no teacher; leave it out"
     if algorithm.asks_teacher:

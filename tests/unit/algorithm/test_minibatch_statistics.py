@@ -10,15 +10,16 @@ import torch
 from tests.unit.algorithm.test_objective import loss_and_gradient, mismatched
 from torchtitan_rl.algorithm.inputs import with_inputs
 from torchtitan_rl.algorithm.losses import importance_sampling
-from torchtitan_rl.algorithm.minibatch_statistics import clip_cov, covariances, kl_cov
+from torchtitan_rl.algorithm.minibatch_statistics import clip_cov, covariances, kl_cov, top_entropy
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.types import Datum
 
 IMPORTANCE = AlgorithmConfig(loss_fn=importance_sampling)
 
 
-def datum(mask, advantages, old, sampling=None, **fields):
-    columns = {"loss_mask": mask, "advantages": advantages, "old_logprobs": old, "sampling_logprobs": sampling or old}
+def datum(mask, advantages, old, batch=None, **fields):
+    columns = {"loss_mask": mask, "advantages": advantages, "old_logprobs": old, "batch_logprobs": batch or old}
+    columns["sampling_logprobs"] = old
     tensors = {name: torch.tensor(row, dtype=torch.float64) for name, row in columns.items()}
     tokens = torch.arange(len(mask))
     tensors["token_weights"] = tensors["loss_mask"] / 4
@@ -51,7 +52,7 @@ def test_clip_cov_by_hand():
 
 
 def test_kl_cov_by_hand():
-    # log pi - log mu of the two: 0.5 and -1.
+    # log pi of the two, less that before the batch: 0.5 and -1.
     assert advantages(kl_cov(BY_HAND, fraction=0.5, coef=0.25)) == [[9.0, 2.75, -0.75], [-1.0, -1.0]]
     one = advantages(kl_cov(BY_HAND, coef=2.0))
     assert one in ([[9.0, 1.0, -1.0], [-1.0, -1.0]], [[9.0, 3.0, 1.0], [-1.0, -1.0]])
@@ -80,14 +81,27 @@ def test_arguments_that_cannot_be():
             kl_cov(BY_HAND, coef=coef)
 
 
+def with_entropy(data, seed=0):
+    """The data with entropies of the policy just before the step, some of them equal; a masked token has any."""
+    rng = np.random.default_rng(seed)
+    rows = [torch.tensor(rng.integers(0, 12, len(part)) / 4, dtype=torch.float64) for part in data]
+    return with_batch_start(with_inputs(data, old_entropy=rows))
+
+
+def with_batch_start(data):
+    """The data with the policy before the batch, which the generator stands for: any other policy would do."""
+    return with_inputs(data, batch_logprobs=[part.loss_inputs["sampling_logprobs"] for part in data])
+
+
 FUNCTIONS = [partial(clip_cov, fraction=0.2, low=0.1), partial(kl_cov, fraction=0.3, coef=0.5)]
-IDS = ["clip_cov", "kl_cov"]
+FUNCTIONS += [partial(top_entropy, fraction=0.3)]
+IDS = ["clip_cov", "kl_cov", "top_entropy"]
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=IDS)
 @pytest.mark.parametrize("seed", range(5))
 def test_the_order_of_datums_changes_nothing(function, seed):
-    data = mismatched(seed)
+    data = with_entropy(mismatched(seed), seed)
     expected = advantages(function(data))
     assert expected != advantages(data)
     assert expected == advantages(function(data))  # again the same
@@ -100,7 +114,7 @@ def test_the_order_of_datums_changes_nothing(function, seed):
 @pytest.mark.parametrize("function", FUNCTIONS, ids=IDS)
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_split_of_the_answer_changes_neither_sum_nor_gradient(function, size):
-    data = at_the_step(0)
+    data = with_entropy(at_the_step(0), seed=1)
     changed = function(data)
     loss, gradient = loss_and_gradient(changed, IMPORTANCE)
     parts = [loss_and_gradient(changed[i : i + size], IMPORTANCE) for i in range(0, len(changed), size)]
@@ -110,19 +124,19 @@ def test_a_split_of_the_answer_changes_neither_sum_nor_gradient(function, size):
     assert advantages(alone) != advantages(changed)  # of a microbatch alone it would choose others
 
 
-# verl 0.9.1, verl/trainer/ppo/core_algos.py, on (sequences, longest).
+# verl/trainer/ppo/core_algos.py, on (sequences, longest).
 
 
 def at_the_step(seed):
     """Datums of which the policy is the old one, as just before a step."""
-    data = mismatched(seed)
+    data = with_batch_start(mismatched(seed))
     return with_inputs(data, policy=[part.loss_inputs["old_logprobs"].clone() for part in data])
 
 
 def columns(data):
     longest = max(len(part) for part in data)
     rows = {}
-    for name in ("advantages", "loss_mask", "policy", "sampling_logprobs"):
+    for name in ("advantages", "loss_mask", "policy", "batch_logprobs"):
         rows[name] = torch.zeros(len(data), longest, dtype=torch.float64)
         for row, part in zip(rows[name], data, strict=True):
             row[: len(part)] = part.loss_inputs[name]
@@ -142,14 +156,14 @@ def candidates_of_verl(rows, low, high):
 
 
 def kl_cov_of_verl(rows, fraction, coef):
-    """compute_policy_loss_kl_cov with token-mean: (loss, gradient by the policy). The surrogate's ratio is to the
-    policy just before the step, the distance of the penalty to the generator."""
+    """compute_policy_loss_kl_cov with token-mean: the gradient by the policy. The surrogate's ratio is to the policy
+    just before the step, the distance of the penalty to the policy before the batch, verl's old policy."""
     covariance, mask = covariances_of_verl(rows)
     policy = rows["policy"].clone().requires_grad_()
     terms = -rows["advantages"] * (policy - policy.detach()).exp()
     chosen = torch.topk(covariance.flatten(), max(1, int(mask.sum() * fraction))).indices
     penalty = torch.zeros(covariance.numel(), dtype=torch.float64).index_fill(0, chosen, coef).view_as(covariance)
-    loss = (terms + penalty * (policy - rows["sampling_logprobs"]).abs())[mask].mean()
+    loss = (terms + penalty * (policy - rows["batch_logprobs"]).abs())[mask].mean()
     return torch.autograd.grad(loss, policy)[0][mask]
 
 
@@ -166,6 +180,12 @@ def test_kl_cov_has_the_gradient_of_verl(seed):
     assert trained(data, gradient).tolist() == pytest.approx(expected.tolist(), rel=1e-10, abs=1e-14)
     _, plain = loss_and_gradient(data, IMPORTANCE)
     assert plain != gradient
+    first = with_inputs(data, batch_logprobs=[part.loss_inputs["old_logprobs"] for part in data])
+    expected = kl_cov_of_verl(
+        columns(with_inputs(first, policy=[d.loss_inputs["old_logprobs"] for d in data])), 0.3, 0.5
+    )
+    assert trained(data, plain).tolist() == pytest.approx(expected.tolist(), rel=1e-10, abs=1e-14)
+    assert advantages(kl_cov(first, fraction=0.3, coef=0.5)) == advantages(data)  # |.| has the subgradient 0 there
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -198,7 +218,74 @@ def test_every_candidate_is_as_likely():
 @pytest.mark.parametrize("function", FUNCTIONS, ids=IDS)
 def test_float32_agrees(function):
     for seed in range(5):
-        exact, rounded = advantages(function(mismatched(seed))), function(mismatched(seed, torch.float32))
+        exact = advantages(function(with_entropy(mismatched(seed))))
+        rounded = function(with_entropy(mismatched(seed, torch.float32)))
         assert {part.loss_inputs["advantages"].dtype for part in rounded} == {torch.float32}
         for row, expected in zip(advantages(rounded), exact, strict=True):
             assert row == pytest.approx(expected, rel=1e-5)
+
+
+# Entropy.
+
+
+def test_top_entropy_by_hand():
+    # Trained: 0.1, 0.2, 0.3, 0.4; the masked token has the highest of all.
+    rows = [torch.tensor([9.0, 0.1, 0.4]), torch.tensor([0.2, 0.3])]
+    data = with_inputs(BY_HAND, old_entropy=rows)
+    assert advantages(top_entropy(data)) == [[9.0, 0.0, -1.0], [0.0, 0.0]]
+    assert advantages(top_entropy(data, fraction=0.5)) == [[9.0, 0.0, -1.0], [0.0, -1.0]]
+    assert advantages(top_entropy(data, fraction=1.0)) == advantages(BY_HAND)
+    equal = with_inputs(BY_HAND, old_entropy=[torch.full((3,), 0.7), torch.full((2,), 0.7)])
+    assert advantages(top_entropy(equal)) == advantages(BY_HAND)
+    masked = with_inputs([datum([0, 0], [1.0, 2.0], [-1.0, -2.0])], old_entropy=[torch.ones(2)])
+    assert advantages(top_entropy(masked)) == advantages(masked)
+    for fraction in (0.0, 1.5, math.nan):
+        with pytest.raises(ValueError, match=r"fraction=.*must be above 0 and at most 1, .*; use 0\.2"):
+            top_entropy(data, fraction=fraction)
+
+
+def test_a_quantile_that_is_a_token_is_not_moved_by_rounding():
+    for num in (11, 21, 101, 1001):
+        data = [datum([1] * num, [1.0] * num, [-1.0] * num)]
+        data = with_inputs(data, old_entropy=[torch.arange(num, dtype=torch.float32)])
+        for tenths in range(1, 11):  # (1 - fraction) x (num - 1) is whole, but not in floating point
+            assert sum(advantages(top_entropy(data, fraction=tenths / 10))[0]) == (num - 1) // 10 * tenths + 1
+
+
+@pytest.mark.parametrize("fraction", [0.05, 0.2, 0.5, 0.8, 1.0])
+@pytest.mark.parametrize("seed", range(5))
+def test_top_entropy_keeps_the_tokens_of_the_authors(fraction, seed):
+    """Shenzhi-Wang/Beyond-the-80-20-Rule-RLVR, get_global_entropy_top_mask: the fraction x N tokens of highest entropy,
+    rounded up. Its mean is over the kept tokens, so with a token mean the gradient is N / kept times the one here."""
+    data = at_the_step(seed)
+    rng = np.random.default_rng(seed)
+    data = with_inputs(data, old_entropy=[torch.tensor(rng.random(len(part))) for part in data])  # none equal
+    mask = torch.cat([part.loss_inputs["loss_mask"] for part in data]) > 0
+    entropy = torch.cat([part.loss_inputs["old_entropy"] for part in data])[mask]
+    kept = torch.topk(entropy, max(1, math.ceil(round(fraction * len(entropy), 6)))).indices
+    gradient = -trained(data, [x for row in advantages(data) for x in row]) / len(kept)  # at a ratio of 1
+    expected = torch.zeros_like(gradient).index_copy(0, kept, gradient[kept])
+    mine = trained(data, loss_and_gradient(top_entropy(data, fraction=fraction), IMPORTANCE)[1])
+    common = mine != 0
+    # A quantile between two tokens lies above the lower one, which counts among the authors' where N x fraction does.
+    assert (expected[common] != 0).all() and (expected != 0).sum() - common.sum() in (0, 1)
+    scaled = mine[common] * len(entropy) / len(kept)
+    assert scaled.tolist() == pytest.approx(expected[common].tolist(), rel=1e-10)
+
+
+@pytest.mark.parametrize("fraction", [0.05, 0.2, 0.5, 0.8, 1.0])
+@pytest.mark.parametrize("seed", range(5))
+def test_top_entropy_is_the_mask_of_trl(fraction, seed):
+    """trl/trainer/grpo_trainer.py, get_high_entropy_mask with threshold 1 - top_entropy_quantile: the mask
+    multiplies the terms of the surrogate, and the mean stays over all tokens."""
+    data = with_entropy(at_the_step(seed), seed)
+    mask = torch.cat([part.loss_inputs["loss_mask"] for part in data]).numpy() > 0
+    entropy = torch.cat([part.loss_inputs["old_entropy"] for part in data]).numpy()
+    kept = entropy >= np.quantile(entropy[mask], 1 - fraction)
+    terms = np.concatenate([part.loss_inputs["advantages"].numpy() for part in data])
+    expected = np.where(mask & kept, -terms / mask.sum(), 0.0)
+    loss, gradient = loss_and_gradient(top_entropy(data, fraction=fraction), IMPORTANCE)
+    assert gradient == pytest.approx(expected.tolist(), rel=1e-10, abs=1e-14)
+    assert loss == pytest.approx(expected.sum(), rel=1e-10)
+    backwards = advantages(top_entropy(data[::-1], fraction=fraction))[::-1]
+    assert backwards == advantages(top_entropy(data, fraction=fraction))

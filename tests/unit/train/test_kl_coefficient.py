@@ -79,7 +79,7 @@ def batch(number):
 
 
 def through(control, numbers):
-    return [(control.algorithm().kl_coef, control.adapt(batch(number))) for number in numbers]
+    return [(control.algorithm(CONFIG).kl_coef, control.adapt(batch(number))) for number in numbers]
 
 
 def test_a_batch_trains_with_the_coefficient_that_the_batches_before_it_gave():
@@ -89,7 +89,7 @@ def test_a_batch_trains_with_the_coefficient_that_the_batches_before_it_gave():
     assert first == 0.5 == line["policy/kl_coef"] and line["policy/rollout_kl"] == pytest.approx(0.3)
     assert second == other["policy/kl_coef"] == pytest.approx(0.5 * (1 - 0.2 / 10))
     assert state.kl_coef == pytest.approx(second * (1 + 0.2 / 10)) and CONFIG.kl_coef == 0.5
-    assert control.algorithm() == dataclasses.replace(CONFIG, kl_coef=state.kl_coef)
+    assert control.algorithm(CONFIG) == dataclasses.replace(CONFIG, kl_coef=state.kl_coef)
     assert torch.isfinite(batch(1)[0].loss_inputs["reference_logprobs"]).all()
 
 
@@ -106,4 +106,4 @@ def test_a_resumed_run_goes_on_to_the_last_digit():
 def test_a_checkpoint_of_a_run_without_it_starts_at_the_configs():
     saved = dataclasses.asdict(RunState(seed=0))
     del saved["kl_coef"]
-    assert AdaptiveKL(CONFIG, RunState(**saved)).algorithm().kl_coef == 0.5
+    assert AdaptiveKL(CONFIG, RunState(**saved)).algorithm(CONFIG).kl_coef == 0.5

@@ -2,21 +2,24 @@
 
 import asyncio
 import dataclasses
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests.kit.rollouts import group, rollout, turn
 from tests.unit.algorithm.test_objective import mismatched
 from torchtitan_rl.algorithm.corrections import masked_token
 from torchtitan_rl.algorithm.inputs import with_inputs, without_inputs
+from torchtitan_rl.algorithm.minibatch_statistics import clip_cov, kl_cov, reads_batch_start, reads_entropy
 from torchtitan_rl.algorithm.terms import with_kept_weights
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.config.meshes import GeneratorConfig, TrainerConfig
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.config.run import RoleConfig, RolesConfig, RunConfig
 from torchtitan_rl.tasks.letter_sort import LetterSort
-from torchtitan_rl.train.step import take_step
+from torchtitan_rl.train.step import take_step, training_data
 
 
 class Client:
@@ -25,9 +28,10 @@ class Client:
     def __init__(self):
         self.scored, self.trained = [], []
 
-    async def forward(self, data):
-        self.scored.append(data)
-        return SimpleNamespace(policy_logprobs=[torch.full((len(datum),), -2.0) for datum in data])
+    async def forward(self, data, *, entropy=False):
+        self.scored.append((data, entropy))
+        scores = [[torch.full((len(datum),), value) for datum in data] for value in (-2.0, 0.5)]
+        return SimpleNamespace(policy_logprobs=scores[0], entropy=scores[1] if entropy else [])
 
     def forward_backward(self, data, loss_fn, **settings):
         self.trained.append(data)
@@ -38,6 +42,8 @@ class Client:
 
 
 class Line:
+    num_steps = 0
+
     def add(self, *outputs):
         pass
 
@@ -84,12 +90,42 @@ def test_it_is_called_once_with_all_datums_and_the_policy_before_the_step():
         recompute_logprobs_per_minibatch=True,
     )
     ((data, config),) = doubled.calls
-    assert config == {"fraction": 0.5} and len(data) == len(DATA) and policy.scored == [DATA]
+    assert config == {"fraction": 0.5} and len(data) == len(DATA) and policy.scored == [(DATA, False)]
     assert all((datum.loss_inputs["old_logprobs"] == -2.0).all() for datum in data)
+    assert not any("old_entropy" in datum.loss_inputs for datum in data)
     ((trained,), (of_critic,)) = policy.trained, critic.trained
     for before, after, other in zip(DATA, trained, of_critic, strict=True):
         assert torch.equal(after.loss_inputs["advantages"], 2 * before.loss_inputs["advantages"])
         assert torch.equal(other.loss_inputs["advantages"], before.loss_inputs["advantages"])
+
+
+def test_a_function_that_reads_entropy_gets_it():
+    doubled = Doubled()
+    policy, _ = step(DATA, minibatch_fn=partial(reads_entropy(doubled)), recompute_logprobs_per_minibatch=True)
+    assert policy.scored == [(DATA, True)]
+    assert all((datum.loss_inputs["old_entropy"] == 0.5).all() for datum in doubled.calls[0][0])
+
+
+@pytest.mark.parametrize("num_steps", [0, 1])
+def test_a_function_that_reads_the_start_of_the_batch_gets_it(num_steps, monkeypatch):
+    monkeypatch.setattr(Line, "num_steps", num_steps)
+    scored = with_inputs(DATA, old_logprobs=[torch.full((len(datum),), -3.0) for datum in DATA])
+    doubled = Doubled()
+    policy, _ = step(scored, minibatch_fn=reads_batch_start(doubled), recompute_logprobs_per_minibatch=True)
+    assert policy.scored == [(scored, False)]
+    for datum in doubled.calls[0][0]:  # before the first step the two are the same policy, so not a bit differs
+        assert (datum.loss_inputs["old_logprobs"] == -2.0).all()
+        assert (datum.loss_inputs["batch_logprobs"] == (-2.0 if num_steps == 0 else -3.0)).all()
+
+
+def test_a_batch_is_scored_before_its_first_step_for_a_function_that_reads_its_start():
+    groups = [group(rollout("a", turn([1], [2, 3]), reward=1.0), rollout("b", turn([1], [4]), reward=0.0))]
+    for function, scores in ((kl_cov, 1), (clip_cov, 0)):
+        policy = Client()
+        config = AlgorithmConfig(minibatch_fn=function, num_epochs=2, recompute_logprobs_per_minibatch=True)
+        data = asyncio.run(training_data(groups, {"policy": policy}, config))
+        assert len(policy.scored) == scores
+        assert ["old_logprobs" in datum.loss_inputs for datum in data] == [scores == 1] * 2
 
 
 def test_it_sees_the_weights_of_kept_tokens():

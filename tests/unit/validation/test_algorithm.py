@@ -1,5 +1,6 @@
 """Algorithms that are refused before a process starts, and the message that says why."""
 
+import dataclasses
 import functools
 import math
 
@@ -10,13 +11,13 @@ from torchtitan_rl.algorithm import corrections, losses, reductions
 from torchtitan_rl.algorithm.advantages import group_estimator, grpo, pass_at_k, reinforce, reinforce_pp_baseline, rloo
 from torchtitan_rl.algorithm.group_estimators import length_discounted, length_rewarded, opo, remax
 from torchtitan_rl.algorithm.inputs import without_inputs
-from torchtitan_rl.algorithm.minibatch_statistics import clip_cov, kl_cov
-from torchtitan_rl.config.algorithm import AlgorithmConfig, ScheduleConfig
+from torchtitan_rl.algorithm.minibatch_statistics import clip_cov, kl_cov, top_entropy
+from torchtitan_rl.config.algorithm import AlgorithmConfig, EntropyControlConfig, ScheduleConfig
 from torchtitan_rl.config.meshes import GeneratorConfig
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.config.run import RoleConfig, RolesConfig, RunConfig
 from torchtitan_rl.tasks.letter_sort import LetterSort
-from torchtitan_rl.validation.algorithm import check_algorithm
+from torchtitan_rl.validation.algorithm import check_algorithm, check_entropy_control
 from torchtitan_rl.validation.fields import check_fields
 from torchtitan_rl.validation.functions import probe_loss
 
@@ -57,7 +58,9 @@ ADAPTIVE = {"kl_target": 6.0, "kl_coef": 0.1, "kl_in": "return", "kl_estimator":
         {},
         ADAPTIVE,
         MINIBATCH | {"minibatch_fn": clip_cov, "minibatch_config": {"fraction": 0.002, "seed": 3}},
-        MINIBATCH | {"minibatch_fn": kl_cov, "loss_fn": losses.importance_sampling},
+        MINIBATCH | {"minibatch_fn": functools.partial(top_entropy, fraction=0.3)},
+        MINIBATCH | {"minibatch_fn": kl_cov, "num_epochs": 2, "loss_fn": losses.importance_sampling},
+        MINIBATCH | {"minibatch_fn": kl_cov, "tasks_per_minibatch": 8},
         ADAPTIVE | {"kl_in": "reward", "kl_horizon": 128},
         {"advantage_fn": rloo, "loss_fn": losses.gspo, "reduction": reductions.sequence_mean},
         {"advantage_fn": functools.partial(grpo, std="unbiased"), "loss_fn": losses.cispo},
@@ -544,12 +547,21 @@ def test_a_reduction_that_is_not_one(reduction, message):
             "algorithm.minibatch_config.low=7.0: is not below high=5.0",
         ),
         (
-            MINIBATCH | {"minibatch_fn": kl_cov, "minibatch_config": {"coef": 0.0}},
+            MINIBATCH | {"minibatch_fn": kl_cov, "tasks_per_minibatch": 16},
+            "minibatch_statistics:kl_cov: compares with the policy before the batch, and a batch has one step, before "
+            "which the two are the same; set algorithm.tasks_per_minibatch or algorithm.num_epochs",
+        ),
+        (
+            MINIBATCH | {"minibatch_fn": kl_cov, "num_epochs": 2, "minibatch_config": {"coef": 0.0}},
             "algorithm.minibatch_config.coef=0.0: must be positive and finite",
         ),
         (
-            MINIBATCH | {"minibatch_fn": kl_cov, "loss_fn": losses.cross_entropy},
+            MINIBATCH | {"minibatch_fn": kl_cov, "num_epochs": 2, "loss_fn": losses.cross_entropy},
             "cross_entropy: does not read advantages, by which algorithm.minibatch_fn is to train",
+        ),
+        (
+            MINIBATCH | {"minibatch_fn": top_entropy, "minibatch_config": {"fraction": 0.0}},
+            "algorithm.minibatch_config.fraction=0.0: must be above 0 and at most 1",
         ),
         (
             MINIBATCH | {"minibatch_fn": drops_a_column},
@@ -652,3 +664,54 @@ def test_a_reduction_that_is_not_one(reduction, message):
 )
 def test_contradictions_and_terms_without_effect(config, message):
     assert message in refused(**config)
+
+
+CONTROLLED = AlgorithmConfig(entropy_coef=0.001, entropy_control=EntropyControlConfig(target=0.3))
+
+
+@pytest.mark.parametrize(
+    ("coef", "control", "message"),
+    [
+        (
+            0.001,
+            {"min_coef": 0.005},
+            "algorithm.entropy_control.min_coef=0.005: is not below max_coef=0.005, so the coefficient could not move; "
+            "use a smaller one, or algorithm.entropy_control=None with algorithm.entropy_coef=0.005",
+        ),
+        (
+            0.01,
+            {},
+            "algorithm.entropy_coef=0.01: is the first coefficient, and outside of the bounds [0.0, 0.005] of "
+            "algorithm.entropy_control; use a number within them, such as 0.0",
+        ),
+        (0.0, {"min_coef": 0.001}, "algorithm.entropy_coef=0.0: is the first coefficient, and outside of the bounds"),
+        (
+            0.001,
+            {"step": 0.006},
+            "algorithm.entropy_control.step=0.006: is more than the 0.005 between min_coef and max_coef, so a batch",
+        ),
+        (
+            0.001,
+            {"target": 4.3},
+            "algorithm.entropy_control.target=4.3: no distribution over the vocabulary's 67 tokens has more than 4.205 "
+            "nats, so the coefficient could only rise; use an entropy that the policy has early in training",
+        ),
+    ],
+)
+def test_a_coefficient_that_could_not_follow_the_entropy(coef, control, message):
+    changed = EntropyControlConfig(**{"target": 0.3} | control)
+    algorithm = dataclasses.replace(CONTROLLED, entropy_coef=coef, entropy_control=changed)
+    assert message in refusal(check_entropy_control, algorithm, vocab_size=67)
+
+
+@pytest.mark.parametrize("field", ["target", "step", "min_coef", "max_coef"])
+def test_a_field_of_the_entropy_control_out_of_range(field):
+    config = run(entropy_control=EntropyControlConfig(**{field: -0.1}))
+    assert f"algorithm.entropy_control.{field}=-0.1: must" in refusal(check_fields, config)
+
+
+def test_an_entropy_control_that_can_follow():
+    check_entropy_control(CONTROLLED, vocab_size=67)
+    check_entropy_control(AlgorithmConfig(entropy_control=EntropyControlConfig()), vocab_size=2)
+    check_entropy_control(AlgorithmConfig(), vocab_size=1)
+    check_fields(run(entropy_control=EntropyControlConfig()))

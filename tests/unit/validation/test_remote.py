@@ -6,6 +6,7 @@ import pytest
 
 import torchtitan_rl.config as rl
 from tests.integration.conftest import ROOT
+from torchtitan_rl.algorithm.minibatch_statistics import top_entropy
 from torchtitan_rl.config.load import load_config
 from torchtitan_rl.launch.choice import BACKENDS, backend_of
 from torchtitan_rl.validation.remote import adapted_parts, check_remote
@@ -31,6 +32,16 @@ def test_the_quickstart_is_offered_and_exports_nothing(config):
         ("roles.colocation", "all", r"roles\.colocation='all': backend='tinker' has no devices"),
         ("algorithm.temperature", 0.7, r"algorithm\.temperature=0\.7: backend='tinker' computes"),
         ("algorithm.entropy_coef", 0.01, r"algorithm\.entropy_coef=0\.01: backend='tinker' answers no entropy"),
+        (
+            "algorithm.entropy_control",
+            rl.EntropyControlConfig(),
+            r"algorithm\.entropy_control: backend='tinker' answers no entropy to follow",
+        ),
+        (
+            "algorithm.minibatch_fn",
+            top_entropy,
+            r"algorithm\.minibatch_fn: backend='tinker' answers no entropy, which it",
+        ),
         ("sampling.stop", ["."], r"sampling\.stop=\['\.'\]: in Tinker's protocol texts"),
         ("controller.eval_sampling.min_p", 0.1, r"controller\.eval_sampling\.min_p=0\.1: backend='tinker' has no such"),
         ("controller.checkpoint_export", "all", r"controller\.checkpoint_export='all': backend='tinker' keeps weights"),

@@ -109,15 +109,22 @@ class RemoteTrainingClient(TrainingClient):
         return output
 
     def forward(
-        self, data: list[Datum], *, temperature: float | None = None, top_k: int = 0, hidden: bool = False
+        self,
+        data: list[Datum],
+        *,
+        temperature: float | None = None,
+        top_k: int = 0,
+        hidden: bool = False,
+        entropy: bool = False,
     ) -> asyncio.Future[ForwardBackwardOutput]:
-        """Log-probabilities of the data's targets. Raises ValueError as `forward_backward` does, and for `top_k` and
-        `hidden`."""
+        """Log-probabilities of the data's targets. Raises ValueError as `forward_backward` does, and for `top_k`,
+        `hidden` and `entropy`."""
         self._check("forward", data, temperature)
-        if top_k or hidden:
+        if top_k or hidden or entropy:
             raise ValueError(
-                f"forward.top_k={top_k}, hidden={hidden}: a remote service answers log-probabilities of the targets "
-                "alone; give several targets a token, ask the generator's score_top, or use backend='actors'"
+                f"forward.top_k={top_k}, hidden={hidden}, entropy={entropy}: a remote service answers log-"
+                "probabilities of the targets alone; give several targets a token, ask the generator's score_top, or "
+                "use backend='actors'"
             )
         began = time.time()
 
