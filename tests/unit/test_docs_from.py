@@ -13,7 +13,7 @@ import pytest
 from torchtitan_rl.algorithm import advantages, corrections, group_estimators, losses, reductions
 from torchtitan_rl.config.meshes import LoRAConfig
 from torchtitan_rl.config.resolve import flat
-from torchtitan_rl.config.run import RoleConfig, RolesConfig, RunConfig
+from torchtitan_rl.config.run import RewardModelConfig, RoleConfig, RolesConfig, RunConfig
 from torchtitan_rl.validation.run import validate
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -109,7 +109,8 @@ def paths():
         **{
             role: RoleConfig(trainer=config.trainer.of_role(), model=config.model)
             for role in ("reference", "critic", "teacher")
-        }
+        },
+        reward_model=RewardModelConfig(trainer=config.trainer.of_role(), model=config.model),
     )
     config.trainer.lora = LoRAConfig()
     known = {}

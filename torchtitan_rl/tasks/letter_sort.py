@@ -13,7 +13,7 @@ from functools import cached_property
 from torchtitan_rl.tasks.family import check_index, check_split, stable_hash
 from torchtitan_rl.types import Task
 
-__all__ = ["LetterSort", "hinted", "partial_credit"]
+__all__ = ["LetterSort", "hinted", "made_up_answer", "partial_credit"]
 
 
 class LetterSort:
@@ -175,3 +175,21 @@ def partial_credit(completion: str, answer: str) -> float:
 def hinted(word: str, hint: str) -> str:
     """The prompt of a task with a hint: `hinted("szyci", "cisyz")` is `"szyci:cisyz="`."""
     return f"{word}:{hint}="
+
+
+def made_up_answer(task: Task, rng: random.Random) -> str:
+    """An answer for a judge or a reward model to learn from: the right one in a third of the cases, else one with
+    neighbours exchanged, in another order, cut short (perhaps to nothing), or with a letter repeated or replaced."""
+    letters, kind = list(task.answer), rng.randrange(7)
+    place = rng.randrange(len(letters))
+    if kind == 2:
+        letters[place : place + 2] = reversed(letters[place : place + 2])
+    elif kind > 2 and rng.random() < 0.5:
+        rng.shuffle(letters)
+    if kind == 4:
+        del letters[rng.randrange(len(letters)) :]
+    elif kind == 5:
+        letters.insert(place, rng.choice(letters))
+    elif kind == 6:
+        letters[place] = rng.choice(string.ascii_lowercase)
+    return "".join(letters)
