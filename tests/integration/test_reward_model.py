@@ -1,5 +1,7 @@
 """A run with a reward model of its own, in this process and (slow) as actors; its directory is read by transformers."""
 
+import dataclasses
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -8,6 +10,7 @@ from tests.integration.conftest import small_config
 from tests.kit.sampler import CHARS
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.config.run import RewardModelConfig
+from torchtitan_rl.launch.choice import BACKENDS
 from torchtitan_rl.launch.local import LocalLauncher
 from torchtitan_rl.record import attempts
 from torchtitan_rl.record.run_dir import RunDir
@@ -95,6 +98,9 @@ def test_a_checkpoint_is_read_and_a_run_with_a_lag_goes_on(loop, tmp_path, class
     """The role has no state: a run that was stopped after its first batch reads the classifier again."""
     settings = {"algorithm__max_policy_lag": 1, "controller__checkpoint_every": 1, "controller__num_steps": 3}
     role = RewardModelConfig(checkpoint=str(classifier / "critic"), task_weight=0.0)
+    narrower = ModelConfig(assets="chars", shape=dataclasses.replace(small_config(tmp_path).model.shape, dim=64))
+    misfit = BACKENDS["local"].missing_weights(config(tmp_path, dataclasses.replace(role, model=narrower)))
+    assert "lm_head.weight is [1, 128], not [1, 64]; give the checkpoint of a model" in misfit
 
     async def stopped_and_resumed():
         made = config(tmp_path / "run", role, **settings)

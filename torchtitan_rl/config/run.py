@@ -156,15 +156,18 @@ class RoleConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class RewardModelConfig(RoleConfig):
+class RewardModelConfig:
     """A frozen sequence classifier with one label, whose score of a rollout is a part of the rollout's reward:
     `weight` x score + `task_weight` x the task's own reward. Its weights are `model`, a Hugging Face directory with
     `score.weight`, or `checkpoint`."""
 
+    trainer: TrainerConfig | None = None
+    """Layout and microbatches of the role's mesh. None: the policy's, no adapters."""
+    model: ModelConfig | None = None
+    """The classifier; with `checkpoint` its sizes, None being the policy's."""
     checkpoint: str = ""
     """A critic's part of a run's checkpoint, such as `runs/x/checkpoints/step-100/critic`, or another checkpoint of a
-    model with a value head; `model` then gives the sizes (None: the policy's). Empty: the weights are those of
-    `model`."""
+    model with a value head. Empty: the weights are those of `model`."""
     weight: Annotated[float, Check(math.isfinite, "is not finite; give a number")] = 1.0
     """Factor of the score; 0: the score is measured only."""
     task_weight: Annotated[float, Check(math.isfinite, "is not finite; give a number")] = 1.0
@@ -194,9 +197,9 @@ class RolesConfig:
         """The role whose devices `role` shares; None: `role` has devices of its own."""
         return "policy" if role != "policy" and role in COLOCATION[self.colocation] else None
 
-    def configured(self) -> dict[str, RoleConfig]:
+    def configured(self) -> dict[str, RoleConfig | RewardModelConfig]:
         """The roles beside the policy that this run has, by name."""
-        roles: dict[str, RoleConfig | None] = {
+        roles: dict[str, RoleConfig | RewardModelConfig | None] = {
             "reference": self.reference,
             "critic": self.critic,
             "teacher": self.teacher,

@@ -12,7 +12,7 @@ from torchtitan_rl.config.run import RewardModelConfig
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.record.tracing import running, span
 from torchtitan_rl.types import A_REWARD, Datum, Rollout, is_reward
-from torchtitan_rl.types.reward_model import SCORE, TASK_REWARD
+from torchtitan_rl.types.score_parts import SCORE, TASK_REWARD
 
 __all__ = ["RewardModel", "sequence_of"]
 

@@ -147,13 +147,13 @@ class HttpJudge:
         if not self.chat and not isinstance(content, str):
             raise ValueError("http_judge.chat=False: goes on with a text, and prompt gave messages; give a text")
         messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
-        asked = {"messages": messages} if self.chat else {"prompt": content}
+        body = {"messages": messages} if self.chat else {"prompt": content}
         async with slots:
             # The client's deadline begins again with every byte, and some servers send blanks while they think.
             try:
                 async with asyncio.timeout((self.retries + 1) * (self.timeout_s + LONGEST_WAIT_S)):
                     asking = (client.chat.completions if self.chat else client.completions).with_raw_response
-                    response = await asking.create(model=self.model, **asked, **self.request)
+                    response = await asking.create(model=self.model, **body, **self.request)
                     answer = response.parse()
             except Exception as error:
                 raise ConnectionError(f"{self.base_url}: {type(error).__name__}: {error}") from error

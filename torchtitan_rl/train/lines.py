@@ -13,7 +13,7 @@ from torchtitan_rl.algorithm.advantages import all_equal
 from torchtitan_rl.tasks.reward_parts import part_means
 from torchtitan_rl.train.trainer_speed import TrainerSpeed
 from torchtitan_rl.types import Rollout, RolloutGroup
-from torchtitan_rl.types.reward_model import SCORE, TASK_REWARD
+from torchtitan_rl.types.score_parts import SCORE, TASK_REWARD
 
 __all__ = ["StepMetrics", "of_batch", "of_times", "mean_std"]
 

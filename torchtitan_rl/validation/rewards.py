@@ -11,7 +11,7 @@ from torchtitan_rl.tasks.judging import judge
 from torchtitan_rl.tasks.mixture import Mixture
 from torchtitan_rl.tasks.reward_parts import Parts
 from torchtitan_rl.types import Task
-from torchtitan_rl.types.reward_model import SCORE, TASK_REWARD
+from torchtitan_rl.types.score_parts import SCORE, TASK_REWARD
 from torchtitan_rl.validation.functions import made_up_group
 
 __all__ = ["check_reward"]
