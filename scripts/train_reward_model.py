@@ -15,6 +15,7 @@ import random
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -59,7 +60,7 @@ async def train(directory: Path, *, num_steps: int, batch_size: int, lr: float, 
     with tempfile.TemporaryDirectory() as logs:
         launcher = LocalLauncher(log_dir=logs, start_timeout_s=300, call_timeout_s=600)
         try:
-            mesh = await launcher.start_trainer(trainer, model, role="critic", seed=seed)
+            mesh: Any = await launcher.start_trainer(trainer, model, role="critic", seed=seed)
             client = TrainingClient(
                 mesh,
                 max_tokens_per_microbatch=trainer.max_tokens_per_microbatch,
@@ -70,11 +71,11 @@ async def train(directory: Path, *, num_steps: int, batch_size: int, lr: float, 
             stream = examples(family, tokenizer, "train", seed)
             for step in range(num_steps):
                 data = [datum(*next(stream), weight=1 / batch_size) for _ in range(batch_size)]
-                output = client.forward_backward(data, squared_error)
+                trained = client.forward_backward(data, squared_error)
                 rate = lr * min(1.0, (step + 1) / 20) * max(0.02, 1 - step / num_steps)
                 await client.optim_step(OptimParams(lr=rate))
                 if step % 50 == 0 or step == num_steps - 1:
-                    print(f"step {step + 1}/{num_steps}  squared error {(await output).loss:.4f}", flush=True)
+                    print(f"step {step + 1}/{num_steps}  squared error {(await trained).loss:.4f}", flush=True)
             held_out = examples(family, tokenizer, "validation", seed)
             sequences, rewards = zip(*(next(held_out) for _ in range(512)))
             output = await client.forward([datum(tokens, 0.0, 1.0) for tokens in sequences])

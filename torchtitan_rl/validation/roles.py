@@ -98,7 +98,7 @@ def _check_reward_model(role: RewardModelConfig, config: RunConfig, shape: Decod
     if theirs is None and size != shape.vocab_size or theirs is not None and theirs != ours:
         difference = f"a vocabulary of {size} tokens, the policy has {shape.vocab_size}"
         if theirs is not None and ours is not None:
-            other = next(text for text in theirs.keys() | ours.keys() if theirs.get(text) != ours.get(text))
+            other = next(text for text in ours | theirs if theirs.get(text) != ours.get(text))
             difference = f"another tokenizer than the policy: {other!r} is {theirs.get(other)}, not {ours.get(other)}"
         raise ValueError(
             f"{where}.model: has {difference}; it reads the policy's tokens, so use a classifier with the policy's "
