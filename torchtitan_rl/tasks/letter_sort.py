@@ -178,18 +178,23 @@ def hinted(word: str, hint: str) -> str:
 
 
 def made_up_answer(task: Task, rng: random.Random) -> str:
-    """An answer for a judge or a reward model to learn from: the right one in a third of the cases, else one with
-    neighbours exchanged, in another order, cut short (perhaps to nothing), or with a letter repeated or replaced."""
-    letters, kind = list(task.answer), rng.randrange(7)
+    """An answer for a judge or a reward model to learn from: right, or with neighbours exchanged, in another order, cut
+    short (perhaps to nothing), with a letter repeated, or with some letters or all replaced, half of these in order.
+
+    Letters in order that are not the task's are there because a policy finds them where a model was never shown them.
+    """
+    letters, kind = list(task.answer), rng.randrange(8)
     place = rng.randrange(len(letters))
     if kind == 2:
         letters[place : place + 2] = reversed(letters[place : place + 2])
-    elif kind > 2 and rng.random() < 0.5:
+    elif kind == 3:
         rng.shuffle(letters)
-    if kind == 4:
-        del letters[rng.randrange(len(letters)) :]
+    elif kind == 4:
+        del letters[place:]
     elif kind == 5:
         letters.insert(place, rng.choice(letters))
-    elif kind == 6:
-        letters[place] = rng.choice(string.ascii_lowercase)
+    elif kind > 5:
+        for changed in rng.sample(range(len(letters)), rng.randint(1, len(letters))):
+            letters[changed] = rng.choice(string.ascii_lowercase)
+        rng.shuffle(letters) if rng.random() < 0.5 else letters.sort()
     return "".join(letters)
