@@ -105,6 +105,12 @@ FEATURES = {
     ),
     "environments": ("rollout/turns_mean", "rollout/limit_frac", "rollout/NAME_mean"),
     "a reward in parts": ("reward/part_NAME_mean",),
+    "a reward model": (
+        "reward_model/score_mean",
+        "reward_model/score_std",
+        "reward_model/task_correlation",
+        "time/reward_model_s",
+    ),
     "several roles in a workflow": ("reward/ROLE_mean",),
     "evaluations": (
         "eval/num_tasks",

@@ -88,6 +88,25 @@ OTHERS = {  # files that are no variants of the quickstart, and so do not say ho
 - sampling.max_prompt_tokens: 1024, not 16
 - generator.max_num_seqs: 256, not 512
 - generator.kv_cache_gib: 16.0, not 0.25""",
+    "letter_sort_judge": """
+- task: LetterSortVerdicts.Config(), not LetterSort.Config()
+- model.shape.dim: 64, not 128
+- model.shape.n_layers: 3, not 4
+- model.shape.head_dim: 16, not 32
+- model.shape.hidden_dim: 192, not 384
+- supervised.num_steps: 800, not 300
+- algorithm.tasks_per_step: 16, not 32
+- algorithm.advantage_fn: group_centered, not grpo
+- algorithm.loss_config: {}, not {"clip_low": 0.2, "clip_high": 0.2}
+- algorithm.schedule.decay: "constant", not "linear"
+- algorithm.schedule.warmup_steps: 0, not 5
+- algorithm.schedule.final_factor: 0.0, not 0.1
+- controller.num_steps: 0, not 160
+- controller.pass_at_k: 0, not 8
+- sampling.max_tokens: 4, not 12
+- trainer.optimizer.lr: 1e-05, not 0.001
+- trainer.optimizer.betas: (0.9, 0.95), not (0.9, 0.99)
+- output_dir: "runs/letter_sort_judge", not \"\"""",
     "letter_sort_teacher": """
 - task.correct_demonstrations: 1.0, not 0.0
 - model.shape.dim: 192, not 128
@@ -139,7 +158,7 @@ def written(value, default=None):
     that is of another class the class's defaults."""
     if dataclasses.is_dataclass(value):
         arguments = []
-        for field in dataclasses.fields(value):
+        for field in (field for field in dataclasses.fields(value) if field.init):
             held = getattr(value, field.name)
             usual = getattr(default, field.name) if type(default) is type(value) else default_of(field)
             if written(held) != written(usual):

@@ -14,7 +14,7 @@ from torchtitan_rl.algorithm import advantages, corrections, group_estimators, l
 from torchtitan_rl.config.algorithm import EntropyControlConfig
 from torchtitan_rl.config.meshes import LoRAConfig
 from torchtitan_rl.config.resolve import flat
-from torchtitan_rl.config.run import RoleConfig, RolesConfig, RunConfig
+from torchtitan_rl.config.run import RewardModelConfig, RoleConfig, RolesConfig, RunConfig
 from torchtitan_rl.validation.run import validate
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -110,7 +110,8 @@ def paths():
         **{
             role: RoleConfig(trainer=config.trainer.of_role(), model=config.model)
             for role in ("reference", "critic", "teacher")
-        }
+        },
+        reward_model=RewardModelConfig(trainer=config.trainer.of_role(), model=config.model),
     )
     config.trainer.lora = LoRAConfig()
     config.algorithm.entropy_control = EntropyControlConfig()

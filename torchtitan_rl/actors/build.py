@@ -15,6 +15,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.utils import set_default_dtype
 
 from torchtitan_rl import platform
+from torchtitan_rl.actors.operations import VALUE_ROLES
 from torchtitan_rl.config.meshes import TrainerConfig
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.families import DecoderShape
@@ -69,7 +70,7 @@ def cut_model(
     validate_converter_order(config.converters)
     for converter in config.converters:
         spec.model = converter.build().convert(spec.model)
-    if role == "critic":
+    if role in VALUE_ROLES:
         spec = critic_spec(spec)
     if config.attention != "auto":
         attention = config.attention
@@ -122,7 +123,7 @@ def build_model(
     model.train()
     adapter = spec.state_dict_adapter(spec.model, str(assets_dir(model_config)))
     if has_weights(model_config):
-        hf.load_hf_weights(model, adapter, assets_dir(model_config), cut.shape, head=role != "critic")
+        hf.load_hf_weights(model, adapter, assets_dir(model_config), cut.shape, head=role not in VALUE_ROLES)
     else:
         load_whole(model, _draw(cut.base, seed, TORCH_DTYPE_MAP[config.training.dtype]), device)
     if config.lora is not None:

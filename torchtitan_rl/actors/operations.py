@@ -21,6 +21,7 @@ __all__ = [
     "GENERATOR_PARTS",
     "TRAINED_ROLES",
     "TRAINER_PARTS",
+    "VALUE_ROLES",
     "GeneratorOperations",
     "Operation",
     "TrainerOperations",
@@ -33,6 +34,7 @@ __all__ = [
 TRAINER_PARTS = ("model", "gradients", "optimizer")
 GENERATOR_PARTS = ("weights", "kv_cache")  # in the order in which parts wake
 TRAINED_ROLES = ("policy", "critic")
+VALUE_ROLES = ("critic", "reward_model")  # one value per position where other roles have logits
 
 Operation = Callable[..., Any]
 """A method of `TrainerOperations`, `GeneratorOperations` or `WorkerProcess`, as a function."""
@@ -132,7 +134,7 @@ class TrainerOperations(Protocol):
 
     @needs("model")
     def save_hf_model(self, path: str, eos: int, pad: int) -> None:
-        """Writes a Hugging Face directory."""
+        """Writes a Hugging Face directory; of a role with a value head, that of a sequence classifier."""
 
     @needs("model")
     def save_adapter(self, path: str) -> None:

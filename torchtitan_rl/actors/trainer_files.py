@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from torchtitan_rl.actors.checkpoint_writer import CheckpointWriter, load_random_states
+from torchtitan_rl.actors.operations import VALUE_ROLES
 from torchtitan_rl.model import lora
 from torchtitan_rl.model.files import assets_dir, has_weights, write_model_dir
 from torchtitan_rl.model.module_state import fused_state
@@ -35,7 +36,8 @@ class TrainerFiles:
         optimizer."""
         rank = self.rank
         if (Path(path) / "config.json").exists():
-            hf.load_hf_weights(rank.model, rank.adapter, Path(path), rank.shape, head=rank.role != "critic")
+            head = rank.role not in VALUE_ROLES
+            hf.load_hf_weights(rank.model, rank.adapter, Path(path), rank.shape, head=head)
             if rank.config.lora is not None:  # an export has the old adapters merged in: start with B = 0
                 lora.draw_adapters(rank.model, rank.seed)
             rank.policy_version, self._base_fingerprint = 0, None
@@ -97,19 +99,16 @@ class TrainerFiles:
         self.rank.policy_version = policy_version
 
     def save_hf_model(self, path: str, eos: int, pad: int) -> None:
-        """Writes a Hugging Face directory: config, tokenizer, safetensors, adapters merged in. Raises ValueError for a
-        critic."""
-        rank = self.rank
-        if rank.role == "critic":
-            raise ValueError(
-                "role='critic': has a value head, which a Hugging Face model of this kind lacks; use save_checkpoint"
-            )
+        """Writes a Hugging Face directory: config, tokenizer, safetensors, adapters merged in. A model with a value
+        head becomes a sequence classifier with one label, as `AutoModelForSequenceClassification` reads it."""
+        rank, classifier = self.rank, self.rank.role in VALUE_ROLES
         state, adapters = rank.exchange.base_and_adapters()
         state = hf.full_state(state)
         if dist.get_rank() == 0:
             state = {name: lora.merge(name, tensor, adapters) for name, tensor in state.items()}
-            write_model_dir(Path(path), rank.shape, assets_dir(rank.model_config), eos=eos, pad=pad)
-            hf.write_hf_dir(state, rank.adapter, Path(path))
+            tokenizer_dir = assets_dir(rank.model_config)
+            write_model_dir(Path(path), rank.shape, tokenizer_dir, eos=eos, pad=pad, classifier=classifier)
+            hf.write_hf_dir(state, rank.adapter, Path(path), classifier=classifier)
 
     def save_adapter(self, path: str) -> None:
         """Writes the adapters as a directory that PEFT loads. Raises ValueError without LoRA."""

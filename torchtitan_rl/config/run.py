@@ -21,6 +21,7 @@ __all__ = [
     "ControllerConfig",
     "EvalSetConfig",
     "SamplingConfig",
+    "RewardModelConfig",
     "RoleConfig",
     "RolesConfig",
     "Split",
@@ -32,7 +33,7 @@ Split = Literal["train", "validation", "test"]
 COLOCATION = {
     "none": (),
     "policy_reference": ("policy", "reference"),
-    "all": ("policy", "reference", "critic", "teacher", "generator"),
+    "all": ("policy", "reference", "critic", "teacher", "reward_model", "generator"),
 }
 """The roles that share devices, by the value of `roles.colocation`."""
 
@@ -155,6 +156,25 @@ class RoleConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class RewardModelConfig:
+    """A frozen sequence classifier with one label, whose score of a rollout is a part of the rollout's reward:
+    `weight` x score + `task_weight` x the task's own reward. Its weights are `model`, a Hugging Face directory with
+    `score.weight`, or `checkpoint`."""
+
+    trainer: TrainerConfig | None = None
+    """Layout and microbatches of the role's mesh. None: the policy's, no adapters."""
+    model: ModelConfig | None = None
+    """The classifier; with `checkpoint` its sizes, None being the policy's."""
+    checkpoint: str = ""
+    """A critic's part of a run's checkpoint, such as `runs/x/checkpoints/step-100/critic`, or another checkpoint of a
+    model with a value head. Empty: the weights are those of `model`."""
+    weight: Annotated[float, Check(math.isfinite, "is not finite; give a number")] = 1.0
+    """Factor of the score; 0: the score is measured only."""
+    task_weight: Annotated[float, Check(math.isfinite, "is not finite; give a number")] = 1.0
+    """Factor of the task's own reward; 0: that reward is measured only. Evaluations count the task's own reward."""
+
+
+@dataclass(kw_only=True, slots=True)
 class RolesConfig:
     """Roles beside the policy, and the roles that share devices. None: the run has no such role."""
 
@@ -165,6 +185,8 @@ class RolesConfig:
     """A model with a value head; its values give per-token advantages by GAE."""
     teacher: RoleConfig | None = None
     """Another model (`model` must be set) to learn from, with the policy's vocabulary; see `algorithm.distill`."""
+    reward_model: RewardModelConfig | None = None
+    """A frozen classifier that scores finished rollouts; see docs/rewards.md."""
     refresh_reference_every: Annotated[int, Ge(0), Hint("use 0 for never")] = 0
     """Optimizer steps after which the reference takes over the policy's weights; 0: never."""
     colocation: Literal["none", "policy_reference", "all"] = "none"
@@ -175,9 +197,14 @@ class RolesConfig:
         """The role whose devices `role` shares; None: `role` has devices of its own."""
         return "policy" if role != "policy" and role in COLOCATION[self.colocation] else None
 
-    def configured(self) -> dict[str, RoleConfig]:
+    def configured(self) -> dict[str, RoleConfig | RewardModelConfig]:
         """The roles beside the policy that this run has, by name."""
-        roles = {"reference": self.reference, "critic": self.critic, "teacher": self.teacher}
+        roles: dict[str, RoleConfig | RewardModelConfig | None] = {
+            "reference": self.reference,
+            "critic": self.critic,
+            "teacher": self.teacher,
+            "reward_model": self.reward_model,
+        }
         return {name: role for name, role in roles.items() if role is not None}
 
 

@@ -85,8 +85,8 @@ def _reason(error: BaseException) -> str:
 
 
 class RoleMesh:
-    """Workers of one role (`policy`, `reference`, `critic`, `teacher` or one generator replica), ranks ordered
-    data-parallel major.
+    """Workers of one role (`policy`, `reference`, `critic`, `teacher`, `reward_model` or one generator replica), ranks
+    ordered data-parallel major.
 
     On several hosts, `hosts` holds the address of each rank's host, for errors, and `lost_hosts` returns the hosts that
     do not answer. `stopped` names the processes of the run on this machine that somebody has stopped (SIGSTOP).

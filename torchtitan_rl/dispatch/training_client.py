@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from torchtitan_rl.actors.operations import Operation, TrainerOperations
+from torchtitan_rl.actors.operations import VALUE_ROLES, Operation, TrainerOperations
 from torchtitan_rl.dispatch.microbatches import check_alike, check_lengths, filler, pack, plan_microbatches
 from torchtitan_rl.dispatch.placement import Placement
 from torchtitan_rl.dispatch.role_mesh import RoleMesh
@@ -28,7 +28,7 @@ _POLL_S, _LONGEST_POLL_S = 0.02, 0.5  # pauses between questions whether a check
 
 
 class TrainingClient:
-    """Scores and trains one model that lives on a mesh: the policy, or a reference, critic or teacher.
+    """Scores and trains one model that lives on a mesh: the policy, or a reference, critic, teacher or reward model.
 
     `forward_backward`, `forward` and `optim_step` send their messages at once and return a future, so a caller may
     submit several before the first is awaited. Calls run in the order they were submitted.
@@ -102,9 +102,9 @@ class TrainingClient:
             raise ValueError(
                 f"forward.top_k={top_k}: must be between 1 and the vocabulary's {self._vocab_size}; use 0 for none"
             )
-        if (top_k or hidden or entropy) and self._mesh.role == "critic":
+        if (top_k or hidden or entropy) and self._mesh.role in VALUE_ROLES:
             raise ValueError(
-                "forward: role='critic' has a value head, neither tokens nor states to learn from; ask "
+                f"forward: role={self._mesh.role!r} has a value head, neither tokens nor states to learn from; ask "
                 "another role for top_k, hidden or entropy"
             )
         temperature = self._temperature if temperature is None else temperature
@@ -214,7 +214,8 @@ class TrainingClient:
         )
 
     async def save_hf_model(self, path: Path, *, eos: int, pad: int) -> None:
-        """Writes a Hugging Face directory that transformers and vLLM can load, with LoRA's adapters merged in."""
+        """Writes a Hugging Face directory that transformers and vLLM can load, with LoRA's adapters merged in; of a
+        critic the directory of a sequence classifier."""
         await self._call(TrainerOperations.save_hf_model, str(path), eos, pad)
 
     async def save_adapter(self, path: Path) -> None:

@@ -64,7 +64,8 @@ class Stack:
 
     launcher: Launcher
     roles: dict[str, TrainingClient]
-    """`policy`, and each of `reference`, `critic` and `teacher` that the config has; empty with generators alone."""
+    """`policy`, and each of `reference`, `critic`, `teacher` and `reward_model` that the config has; empty with
+    generators alone."""
     generator: SamplingClient
     versions: PolicyVersions | None
     """None with generators alone: their weights are never trained or replaced."""

@@ -6,14 +6,17 @@ Launchers are imported when a run starts them: a config is checked without Monar
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan_rl.config.derive import settled
 from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.families import DecoderShape
 from torchtitan_rl.launch.backend import Backend, Launcher
 from torchtitan_rl.launch.inventory import Host, local_host
 from torchtitan_rl.launch.preflight import check_hosts
 from torchtitan_rl.model.files import has_weights
+from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.validation.remote import check_remote, without_export
 from torchtitan_rl.validation.run import check_local, missing_weights
 
@@ -146,13 +149,35 @@ def _check_no_hosts(name: str, hosts: Hosts | None) -> None:
 
 def _misfit(config: RunConfig) -> str:
     """Why the weights of a role's directory do not fit its model; empty when they do, or when there are none."""
-    if not any(has_weights(model) for _, model in config.trainers().values()):
+    reward_model, trainers = config.roles.reward_model, config.trainers()
+    if reward_model is not None and reward_model.checkpoint:
+        _, model = trainers.pop("reward_model")
+        if misfit := _checkpoint_misfit(Path(reward_model.checkpoint), resolve_shape(model)):
+            return misfit
+    if not any(has_weights(model) for _, model in trainers.values()):
         return ""
     from torchtitan_rl.weights.hf import weights_misfit  # torchtitan takes seconds, and other runs do not need it here
 
     misfits = (
-        weights_misfit(model, head=role != "critic")
-        for role, (_, model) in config.trainers().items()
+        weights_misfit(model, head=role not in ("critic", "reward_model"), score=role == "reward_model")
+        for role, (_, model) in trainers.items()
         if has_weights(model)
     )
     return next(filter(None, misfits), "")
+
+
+def _checkpoint_misfit(checkpoint: Path, shape: DecoderShape) -> str:
+    """Why a checkpoint is not of a model of these sizes with a value head; empty when it is."""
+    from torchtitan_rl.weights.checkpoint import model_dir
+    from torchtitan_rl.weights.saved_state import saved_sizes
+
+    sizes = saved_sizes(model_dir(checkpoint))
+    needed = {"lm_head.weight": (1, shape.dim), "tok_embeddings.weight": (shape.vocab_size, shape.dim)}
+    for name, size in needed.items():
+        if (saved := sizes.get(f"model.{name}")) != size:
+            there = "is not there" if saved is None else f"is {list(saved)}, not {list(size)}"
+            return (
+                f"roles.reward_model.checkpoint={str(checkpoint)!r}: {name} {there}; give the checkpoint of a model "
+                "with a value head, such as step-100/critic, and its sizes as roles.reward_model.model"
+            )
+    return ""

@@ -73,13 +73,20 @@ def read_shape(config: ModelConfig) -> DecoderShape:
     return shape_of_directory(directory, config.family)
 
 
-def write_model_dir(directory: Path, shape: DecoderShape, tokenizer_dir: Path, *, eos: int, pad: int) -> None:
-    """Writes config.json and the tokenizer's files, all that vLLM and transformers need besides weights."""
+def write_model_dir(
+    directory: Path, shape: DecoderShape, tokenizer_dir: Path, *, eos: int, pad: int, classifier: bool = False
+) -> None:
+    """Writes config.json and the tokenizer's files, all that vLLM and transformers need besides weights. `classifier`:
+    of the family's sequence classifier with one label."""
     directory.mkdir(parents=True, exist_ok=True)
     for name in _TOKENIZER_FILES:
         if (tokenizer_dir / name).exists():
             shutil.copyfile(tokenizer_dir / name, directory / name)
-    (directory / "config.json").write_text(json.dumps(shape.to_hf(eos, pad), indent=1))
+    content = shape.to_hf(eos, pad)
+    if classifier:
+        names = [name.replace("ForCausalLM", "ForSequenceClassification") for name in content["architectures"]]
+        content |= {"architectures": names, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    (directory / "config.json").write_text(json.dumps(content, indent=1))
 
 
 def load_tokenizer(directory: Path) -> Any:

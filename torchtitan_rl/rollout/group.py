@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchtitan_rl.record.tracing import running, span
 from torchtitan_rl.rollout.multi_turn import Limits, multi_turn
@@ -15,6 +15,9 @@ from torchtitan_rl.rollout.policy import Policy, single_turn
 from torchtitan_rl.tasks.family import stream
 from torchtitan_rl.tasks.judging import judge
 from torchtitan_rl.types import A_REWARD, Rollout, RolloutGroup, Task, is_reward
+
+if TYPE_CHECKING:  # it imports Monarch, and most runs have no such role
+    from torchtitan_rl.rollout.reward_model import RewardModel
 
 __all__ = ["run_attempts", "run_group", "rollouts_of", "workflow_of", "GroupFailed"]
 
@@ -57,13 +60,15 @@ async def run_group(
     reward,
     reward_timeout_s: float,
     tried: Tried | None = None,
+    reward_model: RewardModel | None = None,
 ) -> RolloutGroup:
     """The rollouts of `n` attempts at one task, with rewards. `reward` is a family or a function, see
     `tasks.judging.judge`; it judges the rollouts that neither the workflow nor an environment has rewarded.
 
     Attempt i samples from the streams (seed, group_id, i, retry, turn), whatever else is running. `tried(call, stage)`
     returns what `call(retry)` returns, and decides what follows a failure in the stage `workflow` or `reward`; None
-    raises the failure. Raises RuntimeError for what `rollouts_of` refuses, and when two rollouts have one id.
+    raises the failure. `reward_model` adds its scores to the rewards; None: the run has none. Raises RuntimeError for
+    what `rollouts_of` refuses, and when two rollouts have one id.
     """
     attempts = await _played(workflow, task, policy, n, group_id, seed, tried)
     if failure := next((attempt for attempt in attempts if isinstance(attempt, BaseException)), None):
@@ -71,6 +76,8 @@ async def run_group(
     rollouts = [rollout for attempt in attempts if isinstance(attempt, list) for rollout in attempt]
     if unjudged := _unjudged(rollouts, task):
         await _judged(unjudged, task, reward, reward_timeout_s, tried)
+    if reward_model is not None:
+        await reward_model.judge(rollouts)
     return RolloutGroup(id=group_id, rollouts=rollouts)
 
 

@@ -19,6 +19,7 @@ from torchtitan_rl.rollout.finished import FinishedGroups
 from torchtitan_rl.rollout.group import run_group, workflow_of
 from torchtitan_rl.rollout.multi_turn import Limits
 from torchtitan_rl.rollout.policy import Policy, single_turn
+from torchtitan_rl.rollout.reward_model import RewardModel
 from torchtitan_rl.tasks.family import TaskFamily
 from torchtitan_rl.types import RolloutGroup, Task
 
@@ -39,13 +40,15 @@ class Rollouts:
         *,
         finished: FinishedGroups | None = None,
         score_early: Callable[[RolloutGroup], None] | None = None,
+        reward_model: RewardModel | None = None,
     ) -> None:
         """`counts` counts calls and failures, see `rollout.failures`. With a lag `finished` keeps groups until they
         train; None: nothing trains later than it is played. `score_early(group)` is called for each group once it has
-        been played; None: mismatch is not explained."""
+        been played; None: mismatch is not explained. `reward_model` scores rollouts that train; None: the run has
+        none."""
         self.config, self.family, self.tokenizer = config, family, tokenizer
         self.generator, self.weights = generator, weights
-        self.finished, self._score_early = finished, score_early
+        self.finished, self._score_early, self._reward_model = finished, score_early, reward_model
         self.failures = None if config.algorithm.on_rollout_failure == "fail" else Failures(config.algorithm, counts)
 
     async def play(self, draws: list[Draw], counts: Counter) -> list[RolloutGroup]:
@@ -83,6 +86,7 @@ class Rollouts:
                 reward=self.family,
                 reward_timeout_s=self.config.controller.reward_timeout_s,
                 tried=None if self.failures is None else self.failures.tried,
+                reward_model=self._reward_model,
             )
             attempts = play(policy=policy, n=self.config.algorithm.group_size, group_id=draw.id)
             if self.config.algorithm.greedy_baseline:

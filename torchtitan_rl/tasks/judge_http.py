@@ -15,7 +15,7 @@ from torchtitan_rl.tasks.limited import PerLoop, log_retries
 from torchtitan_rl.tasks.reward_parts import Parts
 from torchtitan_rl.types import Task
 
-__all__ = ["HttpJudge", "only_number"]
+__all__ = ["HttpJudge", "Verdict", "only_number"]
 
 LONGEST_WAIT_S = 120.0
 """Seconds that a server may ask the `openai` package to wait before a retry; a longer wait is no retry."""
@@ -32,6 +32,34 @@ def only_number(text: str) -> float:
             "or give HttpJudge a parse function"
         )
     return float(numbers[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Reads a judge that answers with one of a few words: `Verdict({"right": 1.0, "wrong": 0.0})`. Capitals, blanks and
+    a full stop at the end do not count. Raises ValueError for words that are empty or alike, and for an answer that is
+    no such word."""
+
+    scores: dict[str, float]
+    """Word -> reward."""
+
+    def __post_init__(self) -> None:
+        words = [_bare(word) for word in self.scores]
+        if not all(words) or len(set(words)) != len(words) or not words:
+            raise ValueError(f"verdict.scores={self.scores}: has an empty word, or two that are alike; use words apart")
+
+    def __call__(self, text: str) -> float:
+        by_word = {_bare(word): score for word, score in self.scores.items()}
+        if _bare(text) not in by_word:
+            raise ValueError(
+                f"the judge answered {text[:80]!r}, which is none of {', '.join(map(repr, self.scores))}; ask for one "
+                "of these words and nothing else"
+            )
+        return by_word[_bare(text)]
+
+
+def _bare(word: str) -> str:
+    return word.strip().rstrip(".").casefold()
 
 
 @dataclass(kw_only=True, slots=True)
@@ -55,7 +83,8 @@ class HttpJudge:
     """What the judge reads: a text in which {prompt}, {answer} and {completion} are filled in (write other braces
     twice), or a function of (task, completion) that returns text or messages."""
     parse: Callable[[str], float] = only_number
-    """The reward from the judge's answer. An error that `parse` raises is not retried; it fails the group's rewards."""
+    """The reward from the judge's answer: `only_number`, a `Verdict`, or a function of your own. An error that `parse`
+    raises is not retried; it fails the group's rewards."""
     concurrency: int = 8
     """Requests at a time."""
     retries: int = 2
@@ -64,6 +93,11 @@ class HttpJudge:
     """Seconds of one try, waiting for a turn not included."""
     request: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0, "max_tokens": 512})
     """Further fields of each request."""
+    chat: bool = True
+    """False asks the endpoint to go on with a text (`/completions`), for a model without a chat template."""
+    parse_truncated: bool = False
+    """Whether `parse` also reads an answer that the token limit cut off. False: such an answer fails the group's
+    rewards, because half a number reads as another number."""
     api_key_env: str = ""
     """Name of the environment variable that holds the key; empty: the endpoint needs none."""
     _clients: PerLoop = field(default_factory=PerLoop, init=False, repr=False, compare=False)
@@ -110,13 +144,16 @@ class HttpJudge:
 
     async def _ask(self, client: Any, slots: asyncio.Semaphore, task: Task, completion: str) -> float:
         content = _filled(self.prompt, task, completion)
+        if not self.chat and not isinstance(content, str):
+            raise ValueError("http_judge.chat=False: goes on with a text, and prompt gave messages; give a text")
         messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
+        body = {"messages": messages} if self.chat else {"prompt": content}
         async with slots:
             # The client's deadline begins again with every byte, and some servers send blanks while they think.
             try:
                 async with asyncio.timeout((self.retries + 1) * (self.timeout_s + LONGEST_WAIT_S)):
-                    asking = client.chat.completions.with_raw_response
-                    response = await asking.create(model=self.model, messages=messages, **self.request)
+                    asking = (client.chat.completions if self.chat else client.completions).with_raw_response
+                    response = await asking.create(model=self.model, **body, **self.request)
                     answer = response.parse()
             except Exception as error:
                 raise ConnectionError(f"{self.base_url}: {type(error).__name__}: {error}") from error
@@ -124,7 +161,14 @@ class HttpJudge:
             self._retried += retries
             why = f"{self.base_url}: a request was answered at try {retries + 1}"
             log_retries(self._retried - retries, self._retried, why)
-        return self.parse(answer.choices[0].message.content or "")
+        choice = answer.choices[0]
+        text = (choice.message.content if self.chat else choice.text) or ""
+        if choice.finish_reason == "length" and not self.parse_truncated:
+            raise ValueError(
+                f"the judge's answer {text[-80:]!r} was cut off by the token limit; raise max_tokens in "
+                "http_judge.request, or set http_judge.parse_truncated"
+            )
+        return self.parse(text)
 
     def _connect(self) -> tuple[Any, asyncio.Semaphore]:
         import openai  # takes a second

@@ -13,7 +13,7 @@ from functools import cached_property
 from torchtitan_rl.tasks.family import check_index, check_split, stable_hash
 from torchtitan_rl.types import Task
 
-__all__ = ["LetterSort", "hinted", "partial_credit"]
+__all__ = ["LetterSort", "hinted", "made_up_answer", "partial_credit"]
 
 
 class LetterSort:
@@ -175,3 +175,26 @@ def partial_credit(completion: str, answer: str) -> float:
 def hinted(word: str, hint: str) -> str:
     """The prompt of a task with a hint: `hinted("szyci", "cisyz")` is `"szyci:cisyz="`."""
     return f"{word}:{hint}="
+
+
+def made_up_answer(task: Task, rng: random.Random) -> str:
+    """An answer for a judge or a reward model to learn from: right, or with neighbours exchanged, in another order, cut
+    short (perhaps to nothing), with a letter repeated, or with some letters or all replaced, half of these in order.
+
+    Letters in order that are not the task's are there because a policy finds them where a model was never shown them.
+    """
+    letters, kind = list(task.answer), rng.randrange(8)
+    place = rng.randrange(len(letters))
+    if kind == 2:
+        letters[place : place + 2] = reversed(letters[place : place + 2])
+    elif kind == 3:
+        rng.shuffle(letters)
+    elif kind == 4:
+        del letters[place:]
+    elif kind == 5:
+        letters.insert(place, rng.choice(letters))
+    elif kind > 5:
+        for changed in rng.sample(range(len(letters)), rng.randint(1, len(letters))):
+            letters[changed] = rng.choice(string.ascii_lowercase)
+        rng.shuffle(letters) if rng.random() < 0.5 else letters.sort()
+    return "".join(letters)

@@ -48,6 +48,7 @@ from torchtitan_rl.rollout.draws import Batch, Draw, Draws, NothingToTrainOn, ad
 from torchtitan_rl.rollout.lag import lag_metrics
 from torchtitan_rl.rollout.lagged_batches import LaggedBatches
 from torchtitan_rl.rollout.player import Rollouts
+from torchtitan_rl.rollout.reward_model import RewardModel
 from torchtitan_rl.serve.run_gateway import open_gateway
 from torchtitan_rl.train import lines, listeners, resume
 from torchtitan_rl.train.checkpoints import Checkpoints
@@ -128,6 +129,9 @@ class Controller(AbstractAsyncContextManager):
         if record.profile.steps:
             directory, per_batch = run_dir.path / "timeline" / "profile", config.algorithm.steps_per_batch
             self.profiles = Profiles(record.profile, per_batch, self.state, self.roles, self.generator, directory)
+        self.reward_model: RewardModel | None = None
+        if config.roles.reward_model is not None and "reward_model" in self.roles:  # not with generators alone
+            self.reward_model = RewardModel(self.roles["reward_model"], config.roles.reward_model)
         finished_groups = finished.FinishedGroups() if lagging else None
 
         self.player = Rollouts(
@@ -139,6 +143,7 @@ class Controller(AbstractAsyncContextManager):
             self.state.calls,
             finished=finished_groups,
             score_early=self.explainer.score_early if self.explainer is not None and lag else None,
+            reward_model=self.reward_model,
         )
         self.evaluations = Evaluations(config, self.family, inputs.eval_families, self.player, recorder)
         arguments = config, self.player, self.draws, self.state, self._record_admitted

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from statistics import mean
+from statistics import correlation, mean
 
 from torchtitan_rl.algorithm.advantages import all_equal
 from torchtitan_rl.tasks.reward_parts import part_means
 from torchtitan_rl.train.trainer_speed import TrainerSpeed
 from torchtitan_rl.types import Rollout, RolloutGroup
+from torchtitan_rl.types.score_parts import SCORE, TASK_REWARD
 
 __all__ = ["StepMetrics", "of_batch", "of_times", "mean_std"]
 
@@ -91,11 +92,25 @@ def of_batch(groups: list[RolloutGroup], health: dict[str, str]) -> dict[str, fl
     }
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     line["time/reward_s"] = max(rollout.seconds.get("reward", 0.0) for rollout in rollouts)
+    if any(SCORE in rollout.reward_parts for rollout in rollouts):
+        line |= _of_reward_model(rollouts)
     if any(rollout.role != "policy" or rollout.end_reason or rollout.reward_parts for rollout in rollouts):
         line |= _of_features(rollouts)
     if len(health) > 1:
         line["generator/healthy_replicas"] = list(health.values()).count("healthy")
     return line
+
+
+def _of_reward_model(rollouts: list[Rollout]) -> dict[str, float]:
+    """Statistics of the reward model's scores over the rollouts that have one. The correlation is left out where the
+    scores, or the tasks' own rewards, are all equal."""
+    scored = [rollout for rollout in rollouts if SCORE in rollout.reward_parts]
+    scores = [rollout.reward_parts[SCORE] for rollout in scored]
+    rewards = [rollout.reward_parts[TASK_REWARD] for rollout in scored]
+    line: dict[str, float] = dict(zip(("reward_model/score_mean", "reward_model/score_std"), mean_std(scores)))
+    if not all_equal(scores) and not all_equal(rewards):
+        line["reward_model/task_correlation"] = correlation(scores, rewards)
+    return line | {"time/reward_model_s": max(rollout.seconds.get("reward_model", 0.0) for rollout in scored)}
 
 
 def _of_features(rollouts: list[Rollout]) -> dict[str, float]:

@@ -19,6 +19,8 @@ from torchtitan_rl.types import Datum, OptimParams, RolloutGroup
 
 __all__ = ["critic_step", "with_old_logprobs", "with_roles"]
 
+_SCORE_BATCHES = ("reference", "critic", "teacher")  # a reward model scores rollouts, before there is a batch
+
 
 async def with_roles(
     data: list[Datum], groups: list[RolloutGroup], roles: dict[str, TrainingClient], config: AlgorithmConfig
@@ -32,7 +34,7 @@ async def with_roles(
     waits = {
         role: client.forward(data, **(teacher_request(config.distill) if role == "teacher" else {}))
         for role, client in roles.items()
-        if role != "policy" or config.scores_each_batch
+        if role in _SCORE_BATCHES or (role == "policy" and config.scores_each_batch)
     }
     outputs = dict(zip(waits, await asyncio.gather(*waits.values())))
     if "policy" in outputs:

@@ -91,6 +91,9 @@ async def start(
         await stack.generator.load_hf(str(hf_weights))
         return stack
     stack = await launcher.start(config, model_dir, eos=tokenizer.eos_token_id)
+    reward_model = config.roles.reward_model
+    if reward_model is not None and reward_model.checkpoint:
+        await stack.roles["reward_model"].load_checkpoint(Path(reward_model.checkpoint), optimizer=False)
     if config.algorithm.distill is not None and config.algorithm.distill.divergence == "full":
         await stack.versions.copy_head(stack.roles["teacher"], stack.roles["policy"])
     return stack

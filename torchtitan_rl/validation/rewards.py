@@ -11,6 +11,7 @@ from torchtitan_rl.tasks.judging import judge
 from torchtitan_rl.tasks.mixture import Mixture
 from torchtitan_rl.tasks.reward_parts import Parts
 from torchtitan_rl.types import Task
+from torchtitan_rl.types.score_parts import SCORE, TASK_REWARD
 from torchtitan_rl.validation.functions import made_up_group
 
 __all__ = ["check_reward"]
@@ -36,6 +37,9 @@ async def check_reward(config: RunConfig, family: TaskFamily) -> None:
         completions = ["", next(text for text in texts if isinstance(text, str) and text)]
         parts: Parts = {}
         rewards = await _judged(config, family, task, completions, parts)
+        if config.roles.reward_model is not None:
+            _check_names(parts)
+            parts |= {TASK_REWARD: rewards, SCORE: [0.0] * len(rewards)}
         _check_parts(config.algorithm, rewards, parts)
 
 
@@ -52,6 +56,14 @@ async def _judged(
                 called = "called on two made-up completions; --no-reward-check skips this call"
                 raise RuntimeError(f"{error}\n{called}") from error
     raise AssertionError("the last attempt returns or raises")
+
+
+def _check_names(parts: Parts) -> None:
+    """Refuses parts by the names that a reward model's parts have."""
+    if taken := [name for name in (TASK_REWARD, SCORE) if name in parts]:
+        raise ValueError(
+            f"reward part {taken[0]!r}: is the name of a part that roles.reward_model adds; give yours another name"
+        )
 
 
 def _check_parts(algorithm: AlgorithmConfig, rewards: list[float], parts: Parts) -> None:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from torchtitan_rl.config.run import RunConfig
+import json
+from pathlib import Path
+from typing import Any
+
+from torchtitan_rl.config.model import ModelConfig
+from torchtitan_rl.config.run import RewardModelConfig, RunConfig
 from torchtitan_rl.families import DecoderShape
+from torchtitan_rl.model.files import assets_dir, has_weights
 from torchtitan_rl.model.shape import resolve_shape
+from torchtitan_rl.tasks.curriculum import Curriculum
 
 __all__ = ["check_roles"]
 
@@ -18,11 +25,17 @@ def check_roles(config: RunConfig, shape: DecoderShape) -> None:
                 f"roles.{name}.trainer.lora.rank={lora.rank}: adapters are the policy's (a critic's "
                 "head must train, a reference or teacher does not train); use None"
             )
-        if role.model is not None and (size := resolve_shape(role.model).vocab_size) != shape.vocab_size:
+        if (
+            name != "reward_model"
+            and role.model is not None
+            and (size := resolve_shape(role.model).vocab_size) != shape.vocab_size
+        ):
             raise ValueError(
                 f"roles.{name}.model: has a vocabulary of {size} tokens, the policy has {shape.vocab_size}; "
                 "use models with the same tokenizer"
             )
+    if roles.reward_model is not None:
+        _check_reward_model(roles.reward_model, config, shape)
     critic = roles.critic
     of_critic = trainers["critic"][0].training.dtype if critic is not None else dtype
     if critic is not None and critic.model is None and of_critic != dtype:
@@ -53,3 +66,70 @@ def check_roles(config: RunConfig, shape: DecoderShape) -> None:
         raise ValueError(
             "roles.colocation='policy_reference': there is no reference; set roles.reference or use 'none'"
         )
+
+
+def _check_reward_model(role: RewardModelConfig, config: RunConfig, shape: DecoderShape) -> None:
+    """Raises ValueError for a classifier that is not there, or that reads other tokens than the policy's."""
+    where = "roles.reward_model"
+    if not role.weight and not role.task_weight:
+        raise ValueError(
+            f"{where}.weight=0, {where}.task_weight=0: every reward would be 0; raise one, or leave {where} out"
+        )
+    if isinstance(config.task, Curriculum.Config) and (role.weight or role.task_weight != 1):
+        raise ValueError(
+            f"{where}.weight={role.weight:g}, {where}.task_weight={role.task_weight:g}: change rewards, by which "
+            "task=Curriculum counts who passes; use weight=0 and task_weight=1, or leave the curriculum out"
+        )
+    if role.checkpoint:
+        _check_checkpoint(Path(role.checkpoint), f"{where}.checkpoint={role.checkpoint!r}")
+    elif role.model is None:
+        raise ValueError(
+            f"{where}.model=None: names no classifier; give a directory with score.weight, "
+            f"model=ModelConfig(assets=DIRECTORY), or {where}.checkpoint"
+        )
+    elif not (role.model.pretrained or has_weights(role.model)):
+        raise ValueError(
+            f"{where}.model.assets={role.model.assets!r}: has no safetensors, and a reward model does not start from "
+            "random weights; give the directory of a classifier"
+        )
+    if role.model is None:
+        return
+    size, ours, theirs = resolve_shape(role.model).vocab_size, _token_ids(config.model), _token_ids(role.model)
+    if theirs is None and size != shape.vocab_size or theirs is not None and theirs != ours:
+        difference = f"a vocabulary of {size} tokens, the policy has {shape.vocab_size}"
+        if theirs is not None and ours is not None:
+            other = next(text for text in ours | theirs if theirs.get(text) != ours.get(text))
+            difference = f"another tokenizer than the policy: {other!r} is {theirs.get(other)}, not {ours.get(other)}"
+        raise ValueError(
+            f"{where}.model: has {difference}; it reads the policy's tokens, so use a classifier with the policy's "
+            "tokenizer, or ask another model by its text (docs/rewards.md)"
+        )
+    if theirs is not None and max(theirs.values(), default=0) >= size:
+        raise ValueError(
+            f"{where}.model: has a vocabulary of {size} tokens, and its tokenizer {max(theirs.values()) + 1}; use the "
+            "tokenizer that the model was made for"
+        )
+
+
+def _check_checkpoint(checkpoint: Path, where: str) -> None:
+    """Raises ValueError unless a directory is a role's part of a complete checkpoint, without adapters."""
+    if not (checkpoint / "model" / ".metadata").is_file():
+        raise ValueError(
+            f"{where}: is no checkpoint of a role; give a critic's part, such as runs/x/checkpoints/step-100/critic"
+        )
+    if not any((directory / "COMPLETE").is_file() for directory in (checkpoint, checkpoint.parent)):
+        raise ValueError(
+            f"{where}: is incomplete (no COMPLETE marker: it was cut off while being written); use another"
+        )
+    if (checkpoint / "lora.json").is_file():
+        raise ValueError(f"{where}: holds LoRA adapters only; export the model and give roles.reward_model.model")
+
+
+def _token_ids(model: ModelConfig) -> dict[str, int] | None:
+    """Text of each token -> its id; None where the directory has no tokenizer that says so."""
+    file = assets_dir(model) / "tokenizer.json"
+    content: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+    vocab = content.get("model", {}).get("vocab")
+    if not isinstance(vocab, dict):
+        return None
+    return vocab | {token["content"]: token["id"] for token in content.get("added_tokens", [])}

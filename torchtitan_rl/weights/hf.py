@@ -19,15 +19,19 @@ from torchtitan_rl.model.files import assets_dir
 from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.model.sharding import whole
 
-__all__ = ["load_hf_weights", "full_state", "weights_misfit", "write_hf_dir"]
+__all__ = ["SCORE", "load_hf_weights", "full_state", "weights_misfit", "write_hf_dir"]
+
+SCORE = "score.weight"
+"""The head of a sequence classifier in a Hugging Face directory: a row of `dim` numbers for each label."""
 
 
 def load_hf_weights(model, adapter, directory: Path, shape: DecoderShape, *, head: bool = True) -> None:
     """Reads safetensors into a (possibly sharded) model; each rank reads only its part. Adapters stay unchanged.
 
-    `shape` is the model's. `head=False` leaves the model's head unchanged: a critic's value head is not in the
-    directory. Raises ValueError for a directory whose config.json is of another family or of a model that the family
-    does not compute, and for tensors of other names or sizes than the model's.
+    `shape` is the model's. `head=False` is for a model with a value head, which is the head of a sequence classifier
+    with one label (`score.weight`) where the directory has one, and stays unchanged elsewhere. Raises ValueError for a
+    directory whose config.json is of another family or of a model that the family does not compute, and for tensors of
+    other names or sizes than the model's.
     """
     if (directory / "config.json").exists():
         shape.from_hf(directory / "config.json")
@@ -38,27 +42,36 @@ def load_hf_weights(model, adapter, directory: Path, shape: DecoderShape, *, hea
     state = adapter.to_hf(lora.base_state(state_dict))
     if not head:
         state.pop("lm_head.weight", None)
+        if SCORE in reader.read_metadata().state_dict_metadata:
+            state[SCORE] = state_dict["lm_head.weight"]
     dcp.load(state, storage_reader=reader)
+    value_head = state.pop(SCORE, None)
     read = adapter.from_hf(state)
     if not head:
         read.pop("lm_head.weight", None)  # torchtitan's adapter of Qwen3.5 makes a missing head of the embedding
+    if value_head is not None:
+        read["lm_head.weight"] = value_head
     model.load_state_dict(state_dict | read)
 
 
-def weights_misfit(config: ModelConfig, *, head: bool = True) -> str:
+def weights_misfit(config: ModelConfig, *, head: bool = True, score: bool = False) -> str:
     """Why the tensors in the directory of a configured model do not fit a model of its sizes; empty when they do.
 
-    Reads the headers of the files alone. `head` as for `load_hf_weights`.
+    Reads the headers of the files alone. `head` as for `load_hf_weights`; `score` refuses a directory without the head
+    of a classifier.
     """
     from torchtitan_rl.model.spec import build_spec
 
     directory = assets_dir(config)
     spec = build_spec(config)
     adapter = spec.state_dict_adapter(spec.model, None)
-    return _misfit(adapter, HuggingFaceStorageReader(str(directory)), directory, resolve_shape(config), head=head)
+    reader = HuggingFaceStorageReader(str(directory))
+    return _misfit(adapter, reader, directory, resolve_shape(config), head=head, score=score)
 
 
-def _misfit(adapter, reader: HuggingFaceStorageReader, directory: Path, shape: DecoderShape, *, head: bool) -> str:
+def _misfit(
+    adapter, reader: HuggingFaceStorageReader, directory: Path, shape: DecoderShape, *, head: bool, score: bool = False
+) -> str:
     """Why the files have not the tensors of the adapter's model in their sizes, or have others; empty when they fit. A
     head that is tied or not read, tables of the rotary embedding and parts that the family leaves out may be there."""
     with torch.device("meta"):  # the whole model: a rank's own state has its own experts alone
@@ -71,9 +84,20 @@ def _misfit(adapter, reader: HuggingFaceStorageReader, directory: Path, shape: D
     except (OSError, ValueError, SafetensorError, struct.error) as error:
         return f"weights={str(directory)!r}: a safetensors file has no header ({error}); copy the files again"
     sizes: dict[str, tuple[int, ...]] = {name: tuple(getattr(entry, "size", ())) for name, entry in entries.items()}
+    if not head and SCORE in sizes and sizes[SCORE] != (1, shape.dim):
+        return (
+            f"weights={str(directory)!r}: {SCORE} is {list(sizes[SCORE])}, a head of {sizes[SCORE][0]} labels; give "
+            f"the directory of a classifier with one label, whose head is {[1, shape.dim]}"
+        )
+    if score and SCORE not in sizes:
+        return (
+            f"weights={str(directory)!r}: has no {SCORE}, the head of a sequence classifier; give the directory of an "
+            "AutoModelForSequenceClassification with one label"
+        )
     computed = [re.escape(name).replace(r"\{\}", r"\d+") for name, ours in adapter.from_hf_map.items() if ours is None]
     left_out = [re.escape(beginning) + ".*" for beginning in shape.other_weights]
-    unread = re.compile("|".join(["lm_head\\.weight", *computed, *left_out]))
+    other_heads = ["lm_head\\.weight"] + ([] if head else [re.escape(SCORE)])
+    unread = re.compile("|".join([*other_heads, *computed, *left_out]))
     wrong = [f"{name} is missing" for name in state if name not in sizes]
     wrong += [
         f"{name} is {list(sizes[name])}, not {list(tensor.shape)}"
@@ -96,7 +120,11 @@ def full_state(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: whole(tensor).cpu() for name, tensor in state.items()}
 
 
-def write_hf_dir(state: dict[str, torch.Tensor], adapter, directory: Path) -> None:
-    """Adds `model.safetensors` with Hugging Face's names to a directory made by `write_model_dir`."""
+def write_hf_dir(state: dict[str, torch.Tensor], adapter, directory: Path, *, classifier: bool = False) -> None:
+    """Adds `model.safetensors` with Hugging Face's names to a directory made by `write_model_dir`. `classifier`: the
+    head is that of a sequence classifier."""
     tensors = {name: tensor.contiguous().clone() for name, tensor in adapter.to_hf(state).items()}
+    if classifier:
+        tensors.pop("lm_head.weight", None)
+        tensors[SCORE] = state["lm_head.weight"].contiguous().clone()
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})

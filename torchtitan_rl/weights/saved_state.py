@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-__all__ = ["load_state", "saved_names"]
+__all__ = ["load_state", "saved_names", "saved_sizes"]
 
 _CLASSES = {
     "collections": {"OrderedDict"},
@@ -40,6 +40,12 @@ def saved_names(directory: Path) -> list[str]:
     """The names of a distributed checkpoint's values, such as `model.norm.weight`. Raises ValueError for a file that is
     damaged or names a class that is no part of a checkpoint."""
     return list(_Reader(str(directory)).read_metadata().state_dict_metadata)
+
+
+def saved_sizes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Name of each tensor of a distributed checkpoint -> its size. Raises ValueError as `saved_names` does."""
+    entries = _Reader(str(directory)).read_metadata().state_dict_metadata.items()
+    return {name: tuple(entry.size) for name, entry in entries if hasattr(entry, "size")}
 
 
 def load_state(state: dict[str, Any], directory: Path) -> None:

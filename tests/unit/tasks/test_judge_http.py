@@ -10,7 +10,7 @@ import pytest
 
 from tests.kit.refusal import refusal
 from torchtitan_rl.config.resolve import rebuilt, resolved
-from torchtitan_rl.tasks.judge_http import HttpJudge, only_number
+from torchtitan_rl.tasks.judge_http import HttpJudge, Verdict, only_number
 from torchtitan_rl.tasks.judging import judge
 from torchtitan_rl.tasks.rewards import Rewards
 from torchtitan_rl.types import Task
@@ -29,6 +29,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.lock, self.requests, self.failed, self.now, self.most = threading.Lock(), [], 0, 0, 0
         self.fail_every, self.status, self.hang, self.over = 0, 500, False, threading.Event()
+        self.cut = False
 
     def handle_error(self, request, client_address):
         """A client that has left is no error here."""
@@ -53,8 +54,10 @@ class Handler(BaseHTTPRequestHandler):
         server.over.wait(5.0) if server.hang else time.sleep(0.01)
         with server.lock:
             server.now -= 1
-        answer = body["messages"][-1]["content"].split()[-1]
+        asked = body["prompt"] if self.path.endswith("/v1/completions") else body["messages"][-1]["content"]
+        answer = asked.split()[-1]
         said = {"error": {"message": "overloaded"}} if failing else chat_completion(answer)
+        said.get("choices", [{}])[0].update(text=answer, finish_reason="length" if server.cut else "stop")
         data = json.dumps(said).encode()
         self.send_response(server.status if failing else 200)
         for name, value in {
@@ -146,6 +149,30 @@ async def test_an_answer_that_is_no_number(server):
     assert await judge(lenient, TASK, ["good", "bad"], 5.0) == [1.0, 0.0]
 
 
+async def test_a_model_without_a_chat_template_goes_on_with_a_text(server):
+    judged = http_judge(server, chat=False, parse=Verdict({"right": 1.0, "wrong": 0.0}))
+    assert await judge(judged, TASK, ["right", "Wrong."], 5.0) == [1.0, 0.0]
+    path, _, body = server.requests[0]
+    assert path == "/v1/completions" and body["prompt"].startswith("How many? 7 ") and "messages" not in body
+    messages = http_judge(server, chat=False, prompt=lambda task, text: [{"role": "user", "content": text}])
+    assert "http_judge.chat=False: goes on with a text" in await refused(messages, "right")
+
+
+async def test_half_a_number_is_no_reward(server):
+    server.cut = True
+    said = await refused(http_judge(server), "0.9")
+    assert "the judge's answer '0.9' was cut off by the token limit; raise max_tokens" in said
+    assert await judge(http_judge(server, parse_truncated=True), TASK, ["0.9"], 5.0) == [0.9]
+
+
+def test_a_verdict_is_one_of_its_words():
+    verdict = Verdict({"Right": 1.0, "wrong": -0.5})
+    assert [verdict(text) for text in ("right", " RIGHT.\n", "wrong")] == [1.0, 1.0, -0.5]
+    assert "the judge answered 'rightly', which is none of 'Right', 'wrong'" in refusal(verdict, "rightly")
+    for scores in ({}, {"": 1.0}, {"yes": 1.0, "Yes.": 0.0}):
+        assert refusal(Verdict, scores).startswith("verdict.scores=")
+
+
 @pytest.mark.parametrize("text, number", [("0.5", 0.5), ("Score: -1.", -1.0), ("**.25**", 0.25), ("1e-2", 0.01)])
 def test_the_only_number(text, number):
     assert only_number(text) == number
@@ -175,7 +202,8 @@ async def test_the_messages_of_a_chat_task_become_text(server):
 
 
 def test_a_judge_is_read_back_from_plain_data():
-    reward = HttpJudge(base_url="http://localhost:1/v1", model="m", prompt=PROMPT, concurrency=3)
+    verdict = Verdict({"right": 1.0, "wrong": 0.0})
+    reward = HttpJudge(base_url="http://localhost:1/v1", model="m", prompt=PROMPT, concurrency=3, parse=verdict)
     assert rebuilt(json.loads(json.dumps(resolved(reward)))) == reward
 
 

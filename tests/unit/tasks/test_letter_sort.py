@@ -1,5 +1,6 @@
 """Letter sorting: what a task looks like, its splits, its demonstrations and its reward."""
 
+import random
 import subprocess
 import sys
 
@@ -7,7 +8,7 @@ import pytest
 
 from torchtitan_rl.tasks.family import TaskSource
 from torchtitan_rl.tasks.judging import judge
-from torchtitan_rl.tasks.letter_sort import LetterSort, hinted, partial_credit
+from torchtitan_rl.tasks.letter_sort import LetterSort, hinted, made_up_answer, partial_credit
 from torchtitan_rl.types import Task
 
 TASK = Task(id="letter_sort/train/0", prompt="szyci=", answer="cisyz")
@@ -178,3 +179,13 @@ def test_too_few_tasks_for_a_split_is_an_error_that_says_so():
     family = letter_sort(min_letters=2, max_letters=2)  # about 16 of 325 sets for a split of 512
     with pytest.raises(ValueError, match=r"gives validation only \d+ different tasks; lower num_validation or allow"):
         family.task("validation", 0)
+
+
+def test_made_up_answers_are_right_and_wrong_in_the_ways_that_a_policy_tries():
+    task = Task(id="t", prompt="zdka=", answer="adkz")
+    drawn = [made_up_answer(task, random.Random(seed)) for seed in range(500)]
+    assert 0.2 < drawn.count("adkz") / len(drawn) < 0.4
+    wrong = [answer for answer in drawn if answer != "adkz"]
+    assert "" in wrong and any(len(answer) == 5 for answer in wrong)  # cut short, a letter repeated
+    assert any(sorted(answer) == list("adkz") for answer in wrong)  # in another order
+    assert any(len(answer) == 4 and list(answer) == sorted(answer) for answer in wrong)  # other letters, in order
