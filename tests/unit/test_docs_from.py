@@ -10,8 +10,9 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
-from torchtitan_rl.algorithm import advantages, corrections, group_estimators, losses, reductions
+from torchtitan_rl.algorithm import advantages, corrections, group_estimators, losses, pair_losses, reductions
 from torchtitan_rl.config.meshes import LoRAConfig
+from torchtitan_rl.config.preference import PreferenceConfig
 from torchtitan_rl.config.resolve import flat
 from torchtitan_rl.config.run import RoleConfig, RolesConfig, RunConfig
 from torchtitan_rl.validation.run import validate
@@ -20,7 +21,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ("from_verl", "from_trl", "from_skyrl")
 FUNCTIONS = {
     name: getattr(module, name)
-    for module in (advantages, group_estimators, losses, reductions, corrections)
+    for module in (advantages, group_estimators, losses, reductions, corrections, pair_losses)
     for name in module.__all__
     if callable(getattr(module, name))
 }
@@ -111,7 +112,7 @@ def paths():
             for role in ("reference", "critic", "teacher")
         }
     )
-    config.trainer.lora = LoRAConfig()
+    config.trainer.lora, config.preference = LoRAConfig(), PreferenceConfig()
     known = {}
     for path, _ in flat(config):
         target, names = config, path.split(".")
@@ -133,6 +134,7 @@ def problem(text, known):
             "algorithm.loss_config": losses,
             "algorithm.critic_loss_config": losses,
             "algorithm.correction_config": corrections,
+            "preference.loss_config": pair_losses,
         }.get(path)
         if functions is None or not any(
             argument in inspect.signature(FUNCTIONS[name]).parameters for name in functions.__all__ if name in FUNCTIONS

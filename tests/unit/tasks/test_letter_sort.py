@@ -178,3 +178,22 @@ def test_too_few_tasks_for_a_split_is_an_error_that_says_so():
     family = letter_sort(min_letters=2, max_letters=2)  # about 16 of 325 sets for a split of 512
     with pytest.raises(ValueError, match=r"gives validation only \d+ different tasks; lower num_validation or allow"):
         family.task("validation", 0)
+
+
+def test_a_pair_is_the_right_order_and_the_same_with_two_letters_exchanged():
+    plain, made, again = (LetterSort(LetterSort.Config(pairs=pairs)) for pairs in (False, True, True))
+    for split in ("train", "validation", "test"):
+        for index in range(50):
+            task = made.task(split, index)
+            assert task == again.task(split, index)
+            assert task.chosen == task.answer and sorted(task.rejected) == list(task.answer)
+            assert sum(right != wrong for right, wrong in zip(task.chosen, task.rejected)) == 2
+            without = plain.task(split, index)
+            assert without.chosen is without.rejected is None
+            assert (task.prompt, task.answer, task.demonstration) == (
+                without.prompt,
+                without.answer,
+                without.demonstration,
+            )
+    with pytest.raises(ValueError, match="letter_sort.min_letters=1: a single letter has no wrong order"):
+        LetterSort.Config(min_letters=1, pairs=True)
