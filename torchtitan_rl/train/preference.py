@@ -114,7 +114,7 @@ async def prefer(
                 optim, optim_s = await timed(optim_step, start)
                 step_s = time.perf_counter() - span.began
             state.phase_step, state.preference_source = step + 1, source.state_dict()
-            steps = {preference.role: RoleStep(optim, loss)}
+            steps: dict[str, RoleStep] = {preference.role: RoleStep(optim, loss)}
             if bad := count_bad(state, steps):
                 bad_step(bad, steps, weighted)
             line = {
