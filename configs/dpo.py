@@ -1,11 +1,11 @@
-"""Direct preference optimisation on letter sorting, from the quickstart's warm start, without reinforcement.
+"""Direct preference optimisation, with RPO's term, on letter sorting, from the quickstart's warm start.
 
 A pair is the right order of a word's letters and the same with two letters exchanged, made by the task family with a
 seed. Nothing is sampled from the policy but in the evaluations before and after.
 
 Differs from the quickstart:
 - task.pairs: True, not False
-- preference: PreferenceConfig(num_steps=200, loss_fn=dpo, loss_config={"beta": 0.1}, lr=0.001,
+- preference: PreferenceConfig(num_steps=200, loss_fn=dpo, loss_config={"beta": 0.1}, sft_coef=0.2, lr=0.001,
   schedule=ScheduleConfig(warmup_steps=10), betas=(0.9, 0.99), eval_pairs=256), not None
 - roles.reference: RoleConfig(), not None
 - controller.num_steps: 0, not 160; with more, reinforcement follows
@@ -38,6 +38,7 @@ def config() -> rl.RunConfig:
             batch_size=64,
             loss_fn=pair_losses.dpo,
             loss_config={"beta": 0.1},
+            sft_coef=0.2,
             lr=1e-3,
             betas=(0.9, 0.99),
             schedule=rl.ScheduleConfig(decay="linear", warmup_steps=10),
