@@ -1,15 +1,17 @@
 """The names of metrics, `area/what[_unit]`. docs/metrics.md says of each what it is and when to worry.
 
-A line of `metrics.jsonl` holds `step`, `phase` (`"supervised"`, `"reinforcement"` or `"evaluation"`) and at least the
-names of its phase. Lines of two further phases are events: `"checkpoint"`, and `"stop"` with the `stop/reason` of an
-early end.
+A line of `metrics.jsonl` holds `step`, `phase` (one of `PHASES`, or `"evaluation"`) and at least the names of its
+phase. Lines of two further phases are events: `"checkpoint"`, and `"stop"` with the `stop/reason` of an early end.
 """
 
 from __future__ import annotations
 
 import re
 
-__all__ = ["SUPERVISED", "REINFORCEMENT", "EVALUATION", "FEATURES", "entry", "unit"]
+__all__ = ["PHASES", "SUPERVISED", "PREFERENCE", "REINFORCEMENT", "EVALUATION", "FEATURES", "entry", "unit"]
+
+PHASES = ("supervised", "preference", "reinforcement")
+"""The phases that consist of optimizer steps, in the order of a run; a run may lack the first two."""
 
 SUPERVISED = (
     "loss/mean",
@@ -21,6 +23,10 @@ SUPERVISED = (
     "time/optim_s",
 )
 """In the line of every optimizer step of the supervised phase."""
+
+PREFERENCE = (*SUPERVISED, "rewards/chosen", "rewards/rejected", "rewards/margin", "rewards/accuracy", "time/score_s")
+"""In the line of every optimizer step of the preference phase. `rewards/*` are of the pairs before the step: a policy's
+implicit rewards, beta x log-ratio, or the values of a model with a value head."""
 
 REINFORCEMENT = (
     *SUPERVISED,
@@ -54,6 +60,8 @@ FEATURES = {
     "a trainer on known devices": ("perf/tokens_per_second_per_device", "perf/mfu"),
     "every batch": ("optim/num_steps", "optim/skipped", "tokens/trained", "tokens/generated", "time/score_s"),
     "several replicas": ("generator/healthy_replicas",),
+    "pairs": ("rewards/chosen", "rewards/rejected", "rewards/margin", "rewards/accuracy"),
+    "validation pairs": ("rewards/validation_loss", "rewards/validation_accuracy"),
     "a reference": ("policy/reference_kl",),
     "an adaptive KL": ("policy/kl_coef", "policy/rollout_kl"),
     "an adaptive entropy bonus": ("policy/entropy_coef",),
@@ -134,9 +142,11 @@ _UNITS = {
     "perf/tokens_per_second_per_device": "tokens per second",
     "perf/mfu": "share of the peak",
     ".*_s": "seconds",
+    "rewards/(chosen|rejected|margin)": "reward",
     ".*(_frac|accuracy|pass_at_[0-9]+|avg_at_[0-9]+|_ci95_low|_ci95_high)": "share",
     "completion/length.*|tokens/.*": "tokens",
     "policy/entropy|.*kl|mismatch/.*": "nats per token",
+    "rewards/validation_loss|preference/loss/mean": "loss per pair",
     "(.*/)?loss(/mean)?": "loss per token",
     "optim/lr": "learning rate",
     ".*grad_norm": "norm of the gradient",
@@ -149,9 +159,12 @@ def unit(name: str) -> str:
 
     Example: `unit("time/step_s")` is `"seconds"`, `unit("reward/mean")` is `"reward"`.
     """
-    of_phase = name.removeprefix("supervised/")
-    text_of_unit = next((text for pattern, text in _UNITS.items() if re.fullmatch(pattern, of_phase)), None)
-    return text_of_unit or of_phase.split("/")[0]
+    phase, _, rest = name.partition("/")
+    of_phase = rest if phase in PHASES else name
+    for pattern, text in _UNITS.items():
+        if re.fullmatch(pattern, name) or re.fullmatch(pattern, of_phase):
+            return text
+    return of_phase.split("/")[0]
 
 
 def entry(name: str) -> str | None:

@@ -143,7 +143,7 @@ CLASSES = [
     *(rl.RunConfig, rl.RoleConfig, rl.RolesConfig, rl.LoRAConfig, rl.DistillConfig, rl.EvalSetConfig),
     *(rl.AlgorithmConfig, rl.FilterConfig, rl.ScheduleConfig, rl.SupervisedConfig, rl.ControllerConfig),
     *(rl.StopConfig, rl.SamplingConfig, rl.AdamWConfig, rl.TrainerConfig, rl.GeneratorConfig, rl.WandbConfig),
-    *(rl.RecordConfig, ProfileConfig),
+    *(rl.RecordConfig, ProfileConfig, rl.PreferenceConfig),
     *(*BUILT_IN, ExpertsShape, YarnScaling, Llama3Scaling),
 ]
 BY_OTHER_FIELDS = {

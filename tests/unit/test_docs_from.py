@@ -10,9 +10,18 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
-from torchtitan_rl.algorithm import advantages, corrections, group_estimators, losses, minibatch_statistics, reductions
+from torchtitan_rl.algorithm import (
+    advantages,
+    corrections,
+    group_estimators,
+    losses,
+    minibatch_statistics,
+    pair_losses,
+    reductions,
+)
 from torchtitan_rl.config.algorithm import EntropyControlConfig
 from torchtitan_rl.config.meshes import LoRAConfig
+from torchtitan_rl.config.preference import PreferenceConfig
 from torchtitan_rl.config.resolve import flat
 from torchtitan_rl.config.run import RewardModelConfig, RoleConfig, RolesConfig, RunConfig
 from torchtitan_rl.validation.run import validate
@@ -21,7 +30,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ("from_verl", "from_trl", "from_skyrl")
 FUNCTIONS = {
     name: getattr(module, name)
-    for module in (advantages, group_estimators, losses, reductions, corrections, minibatch_statistics)
+    for module in (advantages, group_estimators, losses, reductions, corrections, minibatch_statistics, pair_losses)
     for name in module.__all__
     if callable(getattr(module, name))
 }
@@ -113,7 +122,7 @@ def paths():
         },
         reward_model=RewardModelConfig(trainer=config.trainer.of_role(), model=config.model),
     )
-    config.trainer.lora = LoRAConfig()
+    config.trainer.lora, config.preference = LoRAConfig(), PreferenceConfig()
     config.algorithm.entropy_control = EntropyControlConfig()
     known = {}
     for path, _ in flat(config):
@@ -137,6 +146,7 @@ def problem(text, known):
             "algorithm.critic_loss_config": losses,
             "algorithm.correction_config": corrections,
             "algorithm.minibatch_config": minibatch_statistics,
+            "preference.loss_config": pair_losses,
         }.get(path)
         if functions is None or not any(
             argument in inspect.signature(FUNCTIONS[name]).parameters for name in functions.__all__ if name in FUNCTIONS

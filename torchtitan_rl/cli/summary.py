@@ -16,7 +16,11 @@ __all__ = ["next_command", "summary_rows"]
 def summary_rows(controller: Controller, report: dict[str, Evaluation], curve: Path) -> list[tuple[str, str]]:
     """(what, value) of a run that has trained; `report` is what `Controller.train` returned."""
     config, path, warm = controller.config.controller, controller.run_dir.path, report["warm start"]
-    rows = [("greedy accuracy before reinforcement (validation)", f"{warm.accuracy:.3f}{warm.failed_text()}")]
+    rows = []
+    if (before := report.get("before preference")) is not None:
+        accuracy = f"{before.accuracy:.3f}{before.failed_text()}"
+        rows.append(("greedy accuracy before the preference phase (validation)", accuracy))
+    rows.append(("greedy accuracy before reinforcement (validation)", f"{warm.accuracy:.3f}{warm.failed_text()}"))
     if warm.pass_at_k is not None:
         rows.append((f"pass@{config.pass_at_k} before reinforcement (validation)", f"{warm.pass_at_k:.3f}"))
     for name in ("validation", *config.eval_sets):

@@ -23,6 +23,7 @@ from torchtitan_rl.config.model import (
     Qwen3Shape,
     Qwen35Shape,
 )
+from torchtitan_rl.config.preference import PreferenceConfig
 from torchtitan_rl.config.record import RecordConfig, WandbConfig
 from torchtitan_rl.config.resolve import flat, function_name, resolved
 from torchtitan_rl.config.run import (
@@ -55,6 +56,7 @@ __all__ = [
     "Llama3Shape",
     "LoRAConfig",
     "ModelConfig",
+    "PreferenceConfig",
     "Qwen2Shape",
     "Qwen35Shape",
     "Qwen3Shape",

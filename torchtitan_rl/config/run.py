@@ -11,6 +11,7 @@ from annotated_types import Ge, Gt
 from torchtitan_rl.config.algorithm import AlgorithmConfig, SupervisedConfig
 from torchtitan_rl.config.meshes import GeneratorConfig, TrainerConfig, WeightSyncConfig
 from torchtitan_rl.config.model import ModelConfig
+from torchtitan_rl.config.preference import PreferenceConfig
 from torchtitan_rl.config.record import RecordConfig
 from torchtitan_rl.config.sampling import AlteredSampling
 from torchtitan_rl.config.stopping import StopConfig
@@ -220,6 +221,8 @@ class RunConfig:
     """The policy's model."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     supervised: SupervisedConfig = field(default_factory=SupervisedConfig)
+    preference: PreferenceConfig | None = None
+    """The preference phase, such as DPO on pairs; None: the run has none."""
     controller: ControllerConfig = field(default_factory=ControllerConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchtitan_rl.metrics import PHASES
 from torchtitan_rl.record import attempts
 from torchtitan_rl.record.curves import final_evaluations
 from torchtitan_rl.record.run_dir import RunDir
@@ -55,8 +56,8 @@ class Run:
         return self.directory.read_metrics()
 
     def metrics(self, phase: str = "") -> pd.DataFrame:
-        """One row per line of metrics, in order. With a phase (`reinforcement`, `supervised`, `evaluation`): its lines
-        by `step`, with the columns that it has."""
+        """One row per line of metrics, in order. With a phase (`reinforcement`, `supervised`, `preference`,
+        `evaluation`): its lines by `step`, with the columns that it has."""
         import pandas as pd
 
         lines = self.lines()
@@ -103,7 +104,7 @@ class Run:
 
         lines = self.lines()
         facts = {"directory": str(self.path)}
-        for phase in ("supervised", "reinforcement"):
+        for phase in PHASES:
             if steps := [line["step"] for line in lines if line["phase"] == phase]:
                 facts[f"{phase} steps"] = str(steps[-1])
         for line in final_evaluations(lines):

@@ -293,7 +293,6 @@ def _trainer_peak(parts: dict[str, int], *, optimizer_away: bool) -> int:
 
 def _optimizer_is_away(config: RunConfig) -> bool:
     """Whether the optimizer is in host memory during every forward and backward of the policy, because the generators
-    take the device after each policy step. A warm start and later minibatches find the optimizer on the device."""
-    return (
-        config.roles.colocation == "all" and config.algorithm.steps_per_batch == 1 and config.supervised.num_steps == 0
-    )
+    take the device after each policy step. Earlier phases and later minibatches find the optimizer on the device."""
+    early = config.supervised.num_steps > 0 or config.preference is not None
+    return config.roles.colocation == "all" and config.algorithm.steps_per_batch == 1 and not early

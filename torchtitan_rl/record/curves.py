@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["SUPERVISED", "final_evaluations", "points"]
+from torchtitan_rl.metrics import PHASES
 
-SUPERVISED = "supervised/"
-"""Curves whose names begin so count steps of the supervised phase; all others count those of reinforcement."""
+__all__ = ["final_evaluations", "phase_of", "points"]
+
+
+def phase_of(curve: str) -> str:
+    """The phase whose steps a curve counts: the one its name begins with, such as `supervised/`, else
+    reinforcement."""
+    phase = curve.partition("/")[0]
+    return phase if phase in PHASES else "reinforcement"
 
 
 def points(line: dict[str, Any]) -> dict[str, int | float]:
@@ -25,8 +31,9 @@ def points(line: dict[str, Any]) -> dict[str, int | float]:
         before = ""
     else:
         before = f"{phase}/"
-        if str(line.get("checkpoint/name", "")).startswith("supervised-"):
-            before = SUPERVISED + before
+        early = str(line.get("checkpoint/name", "")).partition("-")[0]
+        if early in PHASES:
+            before = f"{early}/{before}"
     own = {"evaluation": "eval/", "reinforcement": ""}.get(phase, f"{phase}/")
     return {
         before + name.removeprefix(own): value

@@ -18,6 +18,7 @@ from torchtitan_rl.rollout.failures import Failures
 from torchtitan_rl.rollout.finished import FinishedGroups
 from torchtitan_rl.rollout.group import run_group, workflow_of
 from torchtitan_rl.rollout.multi_turn import Limits
+from torchtitan_rl.rollout.pair_tokens import pair_tokens
 from torchtitan_rl.rollout.policy import Policy, single_turn
 from torchtitan_rl.rollout.reward_model import RewardModel
 from torchtitan_rl.tasks.family import TaskFamily
@@ -128,6 +129,12 @@ class Rollouts:
         policy, workflow = self.policy(1.0), self.workflow(family)
         pairs = await asyncio.gather(*(demonstrate(workflow, task, policy) for task in tasks))
         return [pair for turns in pairs for pair in turns]
+
+    def pairs(self, tasks: list[Task]) -> list[tuple[list[int], list[int]]]:
+        """(prompt tokens, completion tokens) of the chosen and of the rejected completion of each task in turn. Raises
+        ValueError as `pair_tokens` does."""
+        policy = self.policy(1.0)
+        return [sequence for task in tasks for sequence in pair_tokens(task, policy)]
 
 
 async def _with_baseline(

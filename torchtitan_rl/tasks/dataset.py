@@ -52,9 +52,14 @@ class Dataset:
         """Column of the answer, which every row must have; None: rows have none, and `reward` needs none."""
         demonstration: str | None = None
         """Column of the completion to imitate, which every train row must have; None: there are none."""
+        chosen: str | None = None
+        """Column of the better completion of a preference pair: text, or a list of one assistant's message. Every train
+        row must have it; another split that has both columns has pairs too. None: there are no pairs."""
+        rejected: str | None = None
+        """Column of the worse completion of the pair, as `chosen`; the texts of a row must differ."""
         from_row: Callable | None = None
-        """A function of a row that returns a dict with `prompt` and, where there are any, `system`, `answer` and
-        `demonstration`, in place of the columns; None: the columns."""
+        """A function of a row that returns a dict with `prompt` and, where there are any, `system`, `answer`,
+        `demonstration`, `chosen` and `rejected`, in place of the columns; None: the columns."""
         reward: Callable | None = None
         """A reward function of (task, completions); None: 1 for a completion that is the answer, else 0."""
         validation_fraction: float = 0.05
@@ -78,6 +83,9 @@ class Dataset:
                 raise ValueError(
                     "dataset.answer=None: the reward compares with it; name a column, or give dataset.reward"
                 )
+            if (self.chosen is None) != (self.rejected is None):
+                missing = "chosen" if self.chosen is None else "rejected"
+                raise ValueError(f"dataset.{missing}=None: a pair has two completions; name the column of the other")
             for name in ("validation_fraction", "test_fraction"):
                 if not 0.0 < getattr(self, name) < 1.0:
                     raise ValueError(f"dataset.{name}={getattr(self, name)}: is no share of the rows; use 0 < x < 1")
@@ -95,7 +103,7 @@ class Dataset:
         for split, rows in loaded.items():
             keys[split] = [_key(item, digest) for item in rows]
         self.digest = digest.hexdigest()
-        """Hash of all prompts, answers and demonstrations."""
+        """Hash of all prompts, answers, demonstrations and pairs."""
         drawn = {s: getattr(config, f"{s}_fraction") for s in SPLITS[1:] if s not in loaded}
         positions = {split: list(range(len(keys[split]))) for split in loaded}
         if drawn:
@@ -217,7 +225,10 @@ def _returned(load: Any) -> Any:
 def _key(item: dict[str, Any], digest: Any) -> int:
     """Hash of an item's prompt; adds the item to `digest`."""
     prompt = json.dumps(item["prompt"], sort_keys=True)
-    rest = json.dumps([item["answer"], item["demonstration"]], sort_keys=True, default=lambda value: str(type(value)))
+    parts = [item["answer"], item["demonstration"]]
+    if item["chosen"] is not None:
+        parts += [item["chosen"], item["rejected"]]
+    rest = json.dumps(parts, sort_keys=True, default=lambda value: str(type(value)))
     digest.update(f"{prompt}\n{rest}\n".encode())
     return stable_hash(prompt)
 

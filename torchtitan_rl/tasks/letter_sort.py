@@ -37,6 +37,10 @@ class LetterSort:
         """Fraction of the train tasks whose prompt holds a hint, as in `szyci:yzisc=`, and whose demonstration copies
         the hint. The hint is a random order, so such demonstrations teach copying and not sorting: for a warm start
         (`supervised.task`) before self-distillation, in which the snapshot's prompt hints the answer; see `hinted`."""
+        pairs: bool = False
+        """Whether tasks carry a preference pair: the right order as `chosen`, as `rejected` the right order with two
+        random letters exchanged. Such pairs teach each place of an answer: to tell a random order from the right one,
+        a single place is enough."""
         num_validation: int = 256
         """Number of different validation tasks."""
         num_test: int = 512
@@ -57,6 +61,10 @@ class LetterSort:
             for name in ("correct_demonstrations", "hinted_demonstrations"):
                 if not 0.0 <= getattr(self, name) <= 1.0:
                     raise ValueError(f"letter_sort.{name}={getattr(self, name)}: is not a fraction; use 0 to 1")
+            if self.pairs and self.min_letters == 1:
+                raise ValueError(
+                    "letter_sort.min_letters=1: a single letter has no wrong order for a pair; use 2, or pairs=False"
+                )
             if self.shuffle_rewards and self.reward is not None:
                 raise ValueError(
                     "letter_sort.shuffle_rewards=True: shuffles the family's own rewards only; leave reward unset"
@@ -76,9 +84,9 @@ class LetterSort:
         return {"train": None, "validation": self.config.num_validation, "test": self.config.num_test}[split]
 
     def task(self, split: str, index: int) -> Task:
-        """Only train tasks carry a demonstration."""
+        """Only train tasks carry a demonstration; with `pairs` the tasks of every split carry a pair."""
         check_index(self, split, index)
-        demonstration, prompt = None, None
+        demonstration, prompt, rejected = None, None, None
         if split == "train":
             rng = random.Random(stable_hash(self.config.seed, split, index))
             word = self._draw_train(rng)
@@ -89,8 +97,15 @@ class LetterSort:
         else:
             word = self._held_out[split][index]
         answer = "".join(sorted(word))
+        if self.config.pairs:
+            rejected = _exchanged(random.Random(stable_hash(self.config.seed, split, index, "rejected")), answer)
         return Task(
-            id=f"{self.name}/{split}/{index}", prompt=prompt or f"{word}=", answer=answer, demonstration=demonstration
+            id=f"{self.name}/{split}/{index}",
+            prompt=prompt or f"{word}=",
+            answer=answer,
+            demonstration=demonstration,
+            chosen=answer if self.config.pairs else None,
+            rejected=rejected,
         )
 
     def reward(self, task: Task, completions: list[str]) -> Sequence[float]:
@@ -157,6 +172,13 @@ class LetterSort:
             f"letter_sort.min_letters={self.config.min_letters}, max_letters={self.config.max_letters}: "
             f"gives {split} {count}; {remedy}allow more lengths"
         )
+
+
+def _exchanged(rng: random.Random, answer: str) -> str:
+    letters = list(answer)
+    first, second = rng.sample(range(len(letters)), 2)
+    letters[first], letters[second] = letters[second], letters[first]
+    return "".join(letters)
 
 
 def partial_credit(completion: str, answer: str) -> float:

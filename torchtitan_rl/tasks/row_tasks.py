@@ -1,4 +1,4 @@
-"""From the rows of a table to what tasks hold: a prompt, an answer, a demonstration; every row is checked."""
+"""From the rows of a table to what tasks hold: a prompt, an answer, a demonstration, a pair; every row is checked."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from torchtitan_rl.tasks.row_files import check_column, near, one_line, value_at
 
 __all__ = ["RowTasks"]
 
-_PARTS = ("prompt", "system", "answer", "demonstration")
+_PARTS = ("prompt", "system", "answer", "demonstration", "chosen", "rejected")
+_PAIR = ("chosen", "rejected")
 
 
 class RowTasks:
-    """The rows given for one split as dicts with `prompt`, `answer` and `demonstration`, by a `Dataset.Config`.
+    """The rows given for one split as dicts with `prompt`, `answer`, `demonstration`, `chosen` and `rejected`, by a
+    `Dataset.Config`.
 
     Raises ValueError for a column that does not exist. Iterating, and `at`, raise ValueError for a row that makes no
     task, with its table and number.
@@ -25,6 +27,8 @@ class RowTasks:
         self.columns = {"prompt": config.prompt, "system": config.system_column, "answer": config.answer}
         if self.has_demonstrations:
             self.columns["demonstration"] = config.demonstration
+        if split == "train" or {config.chosen, config.rejected} <= set(rows.column_names):
+            self.columns |= {"chosen": config.chosen, "rejected": config.rejected}
         if config.from_row is None:
             for part, column in self.columns.items():
                 field = "system_column" if part == "system" else part
@@ -58,7 +62,29 @@ class RowTasks:
         if not isinstance(demonstration, str | list | None):
             kind = type(demonstration).__name__
             raise self._error("demonstration", position, f"has a {kind}", "give the text of a completion")
-        return {"prompt": self._prompt(parts, position), "answer": answer, "demonstration": demonstration}
+        pair = self._pair(parts, position)
+        return {"prompt": self._prompt(parts, position), "answer": answer, "demonstration": demonstration, **pair}
+
+    def _pair(self, parts: dict[str, Any], position: int) -> dict[str, str | None]:
+        """`chosen` and `rejected` as text; None for both where the row has no pair."""
+        pair = {part: self._completion(part, parts.get(part), position) for part in _PAIR}
+        missing = [part for part in _PAIR if pair[part] is None]
+        if len(missing) == 1:
+            raise self._error(missing[0], position, f"has half of a pair, no {missing[0]}", "give both, or neither")
+        if not missing and pair["chosen"] == pair["rejected"]:
+            raise self._error("rejected", position, "has the same text as chosen", "drop the row")
+        return pair
+
+    def _completion(self, part: str, value: Any, position: int) -> str | None:
+        """The text of a completion, which a conversation has as one message of the assistant."""
+        if isinstance(value, list) and len(value) == 1 and isinstance(value[0], Mapping):
+            if value[0].get("role") == "assistant":
+                value = value[0].get("content")
+        if isinstance(value, str | None):
+            return value
+        kind = f"a {type(value).__name__}" + (f" of {len(value)}" if isinstance(value, list) else "")
+        remedy = "give text or one message of the assistant; dataset.from_row may take the prompt off a conversation"
+        raise self._error(part, position, f"has {kind}", remedy)
 
     def _needed(self) -> list[str]:
         """What every row must have: the prompt, the columns that the config names, an answer to compare with."""

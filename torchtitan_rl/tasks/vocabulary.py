@@ -19,7 +19,7 @@ _PER_ENDLESS_SPLIT = 200
 
 
 def warn_unknown_text(tokenizer: Any, families: Iterable[TaskFamily]) -> None:
-    """Warns once, with an example and counts, where prompts or demonstrations have text outside the vocabulary.
+    """Warns once, with an example and counts, where prompts, demonstrations or pairs have text outside the vocabulary.
 
     Looks at up to 1,000 tasks of each split, evenly spread, and at 200 of an endless one.
     """
@@ -70,11 +70,11 @@ def _some_tasks(families: Iterable[TaskFamily]) -> Iterator[Task]:
 
 
 def _texts(task: Task) -> list[str]:
-    """The prompt's and the demonstration's texts; none for a prompt of tokens."""
+    """The texts of the prompt, the demonstration and the pair; none for a prompt of tokens."""
     prompt, demonstration = task.prompt, task.demonstration or []
     prompts = [prompt] if isinstance(prompt, str) else [m.get("content") for m in prompt if isinstance(m, dict)]
     demonstrations = [demonstration] if isinstance(demonstration, str) else demonstration
-    return [text for text in [*prompts, *demonstrations] if isinstance(text, str)]
+    return [text for text in [*prompts, *demonstrations, task.chosen, task.rejected] if isinstance(text, str)]
 
 
 def _around(tokenizer: Any, task: Task) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torchtitan_rl.health.newest import COLUMNS, newest_rollouts
 from torchtitan_rl.health.run_reader import Run
 from torchtitan_rl.metrics import unit
+from torchtitan_rl.record.curves import phase_of
 from torchtitan_rl.record.plot import COLORS, MARKERS, Curve, draw_curve, label_axes, new_figure
 from torchtitan_rl.tools.selection import curves, labels, matching, opened
 
@@ -24,7 +25,7 @@ __all__ = ["HISTOGRAMS", "METRICS", "SCALES", "add_arguments", "plot_runs", "run
 
 METRICS = (
     *("eval/accuracy", "reward/mean", "policy/entropy", "completion/length_mean", "optim/grad_norm", "mismatch/kl"),
-    "supervised/loss/mean",
+    *("supervised/loss/mean", "preference/loss/mean", "preference/rewards/accuracy"),
 )
 """What is drawn unless metrics are named."""
 HISTOGRAMS = ("reward", "advantage", "num_tokens")
@@ -211,7 +212,8 @@ def _draw(axes: Axes, metric: str, of_runs: list[dict[str, Curve]], runs: list[s
         axes.set_yscale("log", nonpositive="mask")
         if left_out := sum(value <= 0 for value in values):
             axes.set_title(f"{axes.get_title()}; {left_out} values are not above 0", fontsize=9)
-    x = "step of the supervised phase" if metric.startswith("supervised/") else "step"
+    phase = phase_of(metric)
+    x = "step" if phase == "reinforcement" else f"step of the {phase} phase"
     label_axes(axes, x, unit(metric), fontsize=8)
 
 

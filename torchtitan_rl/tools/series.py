@@ -7,11 +7,11 @@ from array import array
 from pathlib import Path
 from typing import Any
 
+from torchtitan_rl.metrics import PHASES
 from torchtitan_rl.record.json_lines import parsed
 
 __all__ = ["Series"]
 
-_COUNTED = ("reinforcement", "supervised")
 _CHECKED = 512
 
 
@@ -83,7 +83,7 @@ class Series:
         except (ValueError, TypeError, KeyError, OverflowError):
             self.num_bad += bool(line.strip())
             return
-        if phase not in _COUNTED:
+        if phase not in PHASES:
             self.other_lines.append(
                 {name: _plain(value) for name, value in metrics.items()} | {"step": step, "phase": phase}
             )

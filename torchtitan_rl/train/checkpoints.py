@@ -31,8 +31,10 @@ logger = logging.getLogger(__name__)
 
 
 def checkpoint_name(state: RunState) -> str:
-    """The directory's name: `supervised-N` in the supervised phase, `step-N` after it."""
-    return f"supervised-{state.phase_step}" if state.phase == "supervised" else f"step-{state.step}"
+    """The directory's name: `supervised-N` in the supervised phase, `preference-N` in the preference phase, `step-N`
+    after them."""
+    early = state.phase in ("supervised", "preference")
+    return f"{state.phase}-{state.phase_step}" if early else f"step-{state.step}"
 
 
 def checkpointed_roles(config: RunConfig) -> dict[str, str]:

@@ -60,6 +60,7 @@ from torchtitan_rl.train.lines import StepMetrics
 from torchtitan_rl.train.numeric_guard import note_bad_step
 from torchtitan_rl.train.overlap import Overlap
 from torchtitan_rl.train.overlapped_evaluations import OverlappedEvaluations
+from torchtitan_rl.train.preference import PairTrainer, prefer
 from torchtitan_rl.train.profiles import Profiles
 from torchtitan_rl.train.start import Inputs, read_inputs, start, stopped_on_failure
 from torchtitan_rl.train.step import count_bad, take_step, training_data
@@ -98,7 +99,7 @@ class Controller(AbstractAsyncContextManager):
         """`device_name`: what `Backend.device_name` says of the trainers."""
         self.config, self.run_dir, self.recorder = config, run_dir, recorder
         self.tokenizer, self.family, self.draws = inputs.tokenizer, inputs.family, Draws(inputs.source)
-        self.supervised_family = inputs.supervised_family
+        self.supervised_family, self.preference_family = inputs.supervised_family, inputs.preference_family
         self.launcher, self.roles, self.generator = stack.launcher, stack.roles, stack.generator
         self.versions, self.placement = stack.versions, stack.placement
         self.state = state or RunState(seed=config.seed)
@@ -251,7 +252,8 @@ class Controller(AbstractAsyncContextManager):
     # The run.
 
     async def train(self) -> dict[str, Evaluation]:
-        """Warm start, reinforcement, and one evaluation on the test split. Returns the evaluations by name."""
+        """Warm start, preference phase, reinforcement, and one evaluation on the test split. Returns the evaluations by
+        name."""
         try:
             return await self._train()
         except Ended as end:
@@ -260,9 +262,11 @@ class Controller(AbstractAsyncContextManager):
 
     async def _train(self) -> dict[str, Evaluation]:
         config, state, warm = self.config.controller, self.state, self.config.supervised.num_steps > 0
-        if state.phase in ("start-up", "supervised"):
-            if warm:
-                await self.supervise()
+        if state.phase in ("start-up", "supervised") and warm:
+            await self.supervise()
+        if state.phase != "reinforcement":
+            if self.config.preference is not None:
+                await self.prefer()
             state.phase, state.phase_step = "reinforcement", 0
             if config.checkpoint_every:
                 await self.checkpoints.save()
@@ -277,6 +281,8 @@ class Controller(AbstractAsyncContextManager):
             self.ended_early = str(end)
         await self.checkpoints.save(last=True)
         report = {"warm start": Evaluation(**state.warm_start)}
+        if state.before_preference is not None:
+            report["before preference"] = Evaluation(**state.before_preference)
         for name in ("validation", *config.eval_sets):
             report[name] = await self._evaluation_now(name)
         report["test"] = await self.evaluate("test")
@@ -298,6 +304,33 @@ class Controller(AbstractAsyncContextManager):
             bad_step=partial(note_bad_step, self.run_dir, self.state, max_skipped=limit),
             between_steps=self._between_steps,
         )
+        await self._hand_on()
+
+    async def prefer(self) -> None:
+        """Runs the preference phase. If the policy trains, evaluates it before, and afterwards gives its weights to the
+        generators and to the roles that start from the policy."""
+        preference, limit = self.config.preference, self.config.controller.max_skipped_steps
+        assert preference is not None
+        of_policy = preference.role == "policy"
+        if of_policy and self.state.before_preference is None:
+            self.state.before_preference = (await self.evaluate("validation")).summary_data()
+        reference = self.role("reference") if of_policy and not preference.reference_free else None
+        await prefer(
+            self.config,
+            self.preference_family,
+            self.player,
+            PairTrainer(preference, self.role(preference.role), reference),
+            self.state,
+            self.recorder,
+            speed=self.speed if of_policy else None,
+            bad_step=partial(note_bad_step, self.run_dir, self.state, max_skipped=limit),
+            between_steps=self._between_steps,
+        )
+        if of_policy:
+            await self._hand_on()
+
+    async def _hand_on(self) -> None:
+        """Gives the policy's weights to the generators and to the roles that start from the policy."""
         await self.publish()
         if self.weights.teacher_version is not None:  # reinforcement starts from the new weights
             await self.weights.set_teacher(self.policy_version)

@@ -130,6 +130,8 @@ def look_at_data(config: RunConfig) -> tuple[TaskFamily, str]:
         eval_families(config, family)
         if config.supervised.task is not None:
             source_of(config.supervised.task.build(), "train", config.seed)
+        if config.preference is not None and config.preference.task is not None:
+            source_of(config.preference.task.build(), "train", config.seed)
 
     return family, unread_data(family, config.seed) or without_download(read_other_families)
 

@@ -9,14 +9,17 @@ from torchtitan_rl.weights import checkpoint
 
 __all__ = ["position", "complete", "superfluous"]
 
+_PHASES = ("supervised", "preference", "step")
+_REINFORCEMENT = _PHASES.index("step")
+
 
 def position(name: str) -> tuple[int, int] | None:
-    """Place of a checkpoint in its run by the name of its directory, `supervised-N` before `step-N`; None for another
-    name. Example: `position("step-80") == (1, 80)`."""
+    """Place of a checkpoint in its run by the name of its directory, `supervised-N` before `preference-N` before
+    `step-N`; None for another name. Example: `position("step-80") == (2, 80)`."""
     phase, _, step = name.rpartition("-")
-    if phase not in ("supervised", "step") or not step.isdecimal():
+    if phase not in _PHASES or not step.isdecimal():
         return None
-    return int(phase == "step"), int(step)
+    return _PHASES.index(phase), int(step)
 
 
 def complete(checkpoints: Path) -> list[Path]:
@@ -37,7 +40,7 @@ def superfluous(names: list[str], *, keep_last: int, keep_every: int, accuracies
     kept = set(names[-keep_last:])
     for name in names:
         phase, step = position(name)
-        if keep_every and phase and step % keep_every == 0:
+        if keep_every and phase == _REINFORCEMENT and step % keep_every == 0:
             kept.add(name)
     scored = [(accuracies[step], place) for place, step in enumerate(_steps(names)) if step in accuracies]
     if scored:
@@ -46,5 +49,5 @@ def superfluous(names: list[str], *, keep_last: int, keep_every: int, accuracies
 
 
 def _steps(names: list[str]) -> list[str]:
-    """Steps of the reinforcement phase as text; empty for a checkpoint of the supervised phase."""
-    return [str(step) if phase else "" for phase, step in map(position, names)]
+    """Steps of the reinforcement phase as text; empty for a checkpoint of an earlier phase."""
+    return [str(step) if phase == _REINFORCEMENT else "" for phase, step in map(position, names)]

@@ -19,6 +19,7 @@ from torchtitan_rl.record.recorder import Recorder
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.record.status import note_end
 from torchtitan_rl.record.user_code import error_text
+from torchtitan_rl.rollout.pair_tokens import check_pair
 from torchtitan_rl.rollout.turn_end import warn_open_turns
 from torchtitan_rl.tasks.family import TaskFamily, source_of
 from torchtitan_rl.tasks.vocabulary import warn_unknown_text
@@ -36,20 +37,29 @@ class Inputs:
     source: Any
     """The source of the family's train split; see `tasks.family.source_of`."""
     supervised_family: TaskFamily
+    preference_family: TaskFamily
+    """The family whose pairs train; the run's own in a run without a preference phase."""
     eval_families: dict[str, TaskFamily]
     """Name of each of `controller.eval_sets` -> its task family."""
 
 
 def read_inputs(config: RunConfig) -> Inputs:
-    """Builds the task families, which may read files. Raises ValueError for a split without tasks."""
+    """Builds the task families, which may read files. Raises ValueError for a split without tasks, and where the
+    preference phase would begin with a task without a pair."""
     family = config.task.build()
     for split in ("validation", "test"):
         source_of(family, split, config.seed)  # refuses an empty split now, not at the end of the run
     supervised_family = family if config.supervised.task is None else config.supervised.task.build()
     source_of(supervised_family, "train", config.seed)
+    preference, preference_family = config.preference, family
+    if preference is not None:
+        preference_family = family if preference.task is None else preference.task.build()
+        check_pair(source_of(preference_family, "train", config.seed).next(1)[0])
+        if preference.eval_pairs:
+            check_pair(source_of(preference_family, "validation", config.seed).next(1)[0])
     evaluated = eval_families(config, family)
     tokenizer = load_tokenizer(assets_dir(config.model))
-    warn_unknown_text(tokenizer, [family, supervised_family, *evaluated.values()])
+    warn_unknown_text(tokenizer, [family, supervised_family, preference_family, *evaluated.values()])
     if config.algorithm.workflow is None:
         warn_open_turns(tokenizer, family, config.sampling.stop_token_ids)
     return Inputs(
@@ -57,6 +67,7 @@ def read_inputs(config: RunConfig) -> Inputs:
         family=family,
         source=source_of(family, "train", config.seed),
         supervised_family=supervised_family,
+        preference_family=preference_family,
         eval_families=evaluated,
     )
 

@@ -115,7 +115,8 @@ def lr_factor(config: ScheduleConfig, step: int, num_steps: int) -> float:
 def count_bad(state: RunState, steps: dict[str, RoleStep]) -> list[str]:
     """Counts one optimizer step of each role of `steps` in `state`. Returns the roles whose step was bad: skipped, or
     with a loss that is not finite."""
-    state.policy_version = steps["policy"].optim.policy_version
+    if "policy" in steps:
+        state.policy_version = steps["policy"].optim.policy_version
     bad = [role for role, taken in steps.items() if taken.optim.skipped or not math.isfinite(taken.loss)]
     for role in steps:
         state.skipped_in_a_row[role] = state.skipped_in_a_row[role] + 1 if role in bad else 0

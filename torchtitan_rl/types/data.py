@@ -33,6 +33,10 @@ class Task:
     """The reward's reference for judging a completion; the policy never sees the answer."""
     demonstration: str | list[str] | None = None
     """A completion to imitate in the supervised phase; a list has one completion per turn in the task's environment."""
+    chosen: str | None = None
+    """The better completion of the task's preference pair, for the preference phase; None: the task has no pair."""
+    rejected: str | None = None
+    """The worse completion of the pair; another text than `chosen`."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -32,6 +32,10 @@ class RunState:
     """`Batches.state_dict()`: the next slot, and the state of the source of tasks; with a lag the last publications."""
     supervised_source: dict = field(default_factory=dict)
     """The state of the supervised phase's source of tasks; empty before the first supervised step."""
+    preference_source: dict = field(default_factory=dict)
+    """The state of the preference phase's source of tasks; empty before its first step."""
+    before_preference: dict | None = None
+    """The evaluation before the preference phase; None before it was made, and in a run without that phase."""
     calls: dict[str, int] = field(default_factory=dict)
     """Calls of workflows and rewards, and failed calls by cause; see `rollout.failures`."""
     accuracies: dict[str, dict[str, float]] = field(default_factory=dict)

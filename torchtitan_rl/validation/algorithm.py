@@ -27,17 +27,26 @@ from torchtitan_rl.validation.functions import (
     reads,
 )
 
-__all__ = ["check_algorithm", "check_entropy_control", "check_minibatches", "check_workflow"]
+__all__ = [
+    "check_algorithm",
+    "check_arguments",
+    "check_entropy_control",
+    "check_function",
+    "check_minibatches",
+    "check_schedule",
+    "check_workflow",
+    "no_breakpoints",
+]
 
 
 def check_algorithm(config: RunConfig) -> None:
     """Raises ValueError for the first mistake in `config.algorithm` or a schedule; changes nothing."""
     algorithm, roles = config.algorithm, config.roles
-    _check_schedule("algorithm.schedule", algorithm.schedule)
-    _check_schedule("supervised.schedule", config.supervised.schedule)
+    check_schedule("algorithm.schedule", algorithm.schedule)
+    check_schedule("supervised.schedule", config.supervised.schedule)
     for role, estimator in advantages.estimators_of(algorithm).items():
         setting = f"algorithm.advantage_fn{role and '.' + role}"
-        _check_function(setting, estimator, advantages)
+        check_function(setting, estimator, advantages)
         if isinstance(estimator, partial) and estimator.func is advantages.pass_at_k:
             _check_subsets(setting, estimator.keywords.get("k", 0), algorithm)
     estimators = advantages.estimators_of(algorithm).values()
@@ -57,8 +66,8 @@ def check_algorithm(config: RunConfig) -> None:
     if algorithm.minibatch_fn is not None:
         functions["minibatch_fn"] = minibatch_statistics
     for name, module in functions.items():
-        _check_function(f"algorithm.{name}", getattr(algorithm, name), module)
-    with _no_breakpoints():
+        check_function(f"algorithm.{name}", getattr(algorithm, name), module)
+    with no_breakpoints():
         _check_terms(algorithm, roles)
         _probe(algorithm, roles)
 
@@ -122,7 +131,7 @@ def check_workflow(workflow: Callable | None) -> None:
 
 
 @contextmanager
-def _no_breakpoints():
+def no_breakpoints():
     """Disables `breakpoint()` in a user's function: it is meant for the run, not for the made-up numbers of a check."""
     hook = sys.breakpointhook
     sys.breakpointhook = lambda *args, **keywords: None
@@ -293,7 +302,7 @@ def _probe(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
     outputs = ["policy_logprobs", *(["teacher_kl"] if divergence == "full" else [])]
     probe_advantages(algorithm)
     probe_reduction(f"algorithm.reduction={named(algorithm.reduction)}", algorithm.reduction)
-    _check_arguments("loss", algorithm.loss_fn, algorithm.loss_config)
+    check_arguments("algorithm.loss_config", algorithm.loss_fn, algorithm.loss_config)
     probe_loss(
         f"algorithm.loss_fn={named(algorithm.loss_fn)}",
         algorithm.loss_fn,
@@ -323,7 +332,7 @@ def _probe(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
                 f"{setting} is to train; use importance_sampling or ppo"
             )
     if algorithm.correction_fn is not None:
-        _check_arguments("correction", algorithm.correction_fn, algorithm.correction_config)
+        check_arguments("algorithm.correction_config", algorithm.correction_fn, algorithm.correction_config)
         probe_correction(
             f"algorithm.correction_fn={named(algorithm.correction_fn)}",
             algorithm.correction_fn,
@@ -340,10 +349,10 @@ def _probe(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
                 outputs=[],
             )
     if algorithm.minibatch_fn is not None:
-        _check_arguments("minibatch", algorithm.minibatch_fn, algorithm.minibatch_config)
+        check_arguments("algorithm.minibatch_config", algorithm.minibatch_fn, algorithm.minibatch_config)
         probe_minibatch(f"algorithm.minibatch_fn={named(algorithm.minibatch_fn)}", algorithm, columns)
     if roles.critic is not None:
-        _check_arguments("critic_loss", algorithm.critic_loss_fn, algorithm.critic_loss_config)
+        check_arguments("algorithm.critic_loss_config", algorithm.critic_loss_fn, algorithm.critic_loss_config)
         probe_loss(
             f"algorithm.critic_loss_fn={named(algorithm.critic_loss_fn)}",
             algorithm.critic_loss_fn,
@@ -371,8 +380,9 @@ def _columns(algorithm: AlgorithmConfig, roles: RolesConfig) -> set[str]:
     return columns
 
 
-def _check_arguments(name: str, function: Callable, arguments: dict[str, float]) -> None:
-    """Raises ValueError for an argument in `algorithm.NAME_config` that the function does not take."""
+def check_arguments(setting: str, function: Callable, arguments: dict[str, float]) -> None:
+    """Raises ValueError for an argument in `setting`, such as `algorithm.loss_config`, that the function does not
+    take."""
     parameters = inspect.signature(function).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return
@@ -381,9 +391,7 @@ def _check_arguments(name: str, function: Callable, arguments: dict[str, float])
         if argument not in known:
             near = difflib.get_close_matches(argument, known, 1)
             hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(known) or 'none'}"
-            raise ValueError(
-                f"algorithm.{name}_config.{argument}={value}: {function_name(function)} has no such argument; {hint}"
-            )
+            raise ValueError(f"{setting}.{argument}={value}: {function_name(function)} has no such argument; {hint}")
 
 
 def _uses_estimators(algorithm: AlgorithmConfig, roles: RolesConfig) -> bool:
@@ -400,7 +408,8 @@ def _check_subsets(setting: str, k: int, algorithm: AlgorithmConfig) -> None:
         )
 
 
-def _check_schedule(where: str, schedule: ScheduleConfig) -> None:
+def check_schedule(where: str, schedule: ScheduleConfig) -> None:
+    """Raises ValueError for a schedule that gives the length of its warm-up twice."""
     if schedule.warmup_steps and schedule.warmup_ratio:
         raise ValueError(
             f"{where}.warmup_ratio={schedule.warmup_ratio}: warmup_steps={schedule.warmup_steps} says how "
@@ -408,7 +417,8 @@ def _check_schedule(where: str, schedule: ScheduleConfig) -> None:
         )
 
 
-def _check_function(where: str, function: Any, module: ModuleType) -> None:
+def check_function(where: str, function: Any, module: ModuleType) -> None:
+    """Raises ValueError for what is no function, with a function of `module` that may be meant."""
     if callable(function):
         return
     near = difflib.get_close_matches(str(function), module.__all__, 1)

@@ -20,6 +20,7 @@ __all__ = [
     "probe_correction",
     "probe_loss",
     "probe_minibatch",
+    "probe_pair_loss",
     "probe_reduction",
 ]
 __all__ += ["reads"]
@@ -125,6 +126,31 @@ def probe_minibatch(where: str, config: AlgorithmConfig, columns: set[str]) -> N
         tokens, loss_inputs = torch.arange(length), {name: rows[index] for name, rows in parts.items()}
         data.append(Datum(tokens=tokens, target_tokens=tokens + 1, loss_inputs=loss_inputs, rollout=index))
     same_sequences(data, _tried(where, partial(config.minibatch_fn, data), config.minibatch_config))
+
+
+def probe_pair_loss(where: str, loss_fn: Callable, loss_config: dict[str, float]) -> None:
+    """Refuses a loss of pairs that fails, does not return one finite number per pair, has no finite gradient, or would
+    make rejected completions likelier than chosen ones."""
+    for chosen, rejected in (([0.5, -1.0, 2.0], [-0.25, 0.75, -0.6]), ([0.0] * 3, [0.0] * 3)):
+        numbers = [torch.tensor(row, dtype=torch.float64).requires_grad_() for row in (chosen, rejected)]
+        loss_P = _tried(where, partial(loss_fn, *numbers), loss_config)
+        if not isinstance(loss_P, torch.Tensor) or loss_P.shape != (3,):
+            raise ValueError(f"{where}: returned {_shown(loss_P)} for three pairs; return a tensor (3,), one per pair")
+        if not loss_P.requires_grad:
+            raise ValueError(f"{where}: its loss has no gradient, so nothing would train; compute it without detach()")
+        gradients = torch.autograd.grad(loss_P.sum(), numbers, allow_unused=True)
+        chosen_P, rejected_P = (torch.zeros(3) if gradient is None else gradient for gradient in gradients)
+        if not torch.isfinite(torch.cat([loss_P.detach(), chosen_P, rejected_P])).all():
+            raise ValueError(
+                f"{where}: gave losses {loss_P.tolist()} with a gradient of {chosen_P.tolist()} and "
+                f"{rejected_P.tolist()} for chosen {chosen} and rejected {rejected}; return finite ones"
+            )
+    if not chosen_P.sum() < rejected_P.sum():
+        raise ValueError(
+            f"{where}: where chosen and rejected are equal its gradient is {chosen_P.sum().item():.3g} by the chosen "
+            f"and {rejected_P.sum().item():.3g} by the rejected, so the rejected would gain; mend its sign, or the "
+            "order of its arguments (chosen, rejected)"
+        )
 
 
 def probe_advantages(config: AlgorithmConfig) -> None:

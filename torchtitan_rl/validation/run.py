@@ -23,6 +23,7 @@ from torchtitan_rl.validation.distillation import check_distill, check_snapshot
 from torchtitan_rl.validation.fields import check_fields
 from torchtitan_rl.validation.generator import check_engine, check_generator_of_experts, check_own_model
 from torchtitan_rl.validation.lag import check_lag_settings
+from torchtitan_rl.validation.preference import check_preference
 from torchtitan_rl.validation.record import check_profile, check_sinks
 from torchtitan_rl.validation.roles import check_roles
 from torchtitan_rl.validation.sampling import check_limits, check_sampling
@@ -41,7 +42,8 @@ def validate(config: RunConfig) -> None:
     check_thresholds(config.record.thresholds, "record.thresholds.")
     config = settled(config)
     eval_sets = config.controller.eval_sets.values()
-    for task in (config.task, config.supervised.task, *(eval_set.task for eval_set in eval_sets)):
+    preferred = None if config.preference is None else config.preference.task
+    for task in (config.task, config.supervised.task, preferred, *(eval_set.task for eval_set in eval_sets)):
         _check_again(task)
     shape = resolve_shape(config.model)
     _check_tokenizer(config.model, shape)
@@ -69,6 +71,7 @@ def validate(config: RunConfig) -> None:
         raise ValueError(
             "supervised.task: is not imitated with supervised.num_steps=0; set the steps, or leave it None"
         )
+    check_preference(config)
     check_snapshot(config, longest)
     check_distill(config.algorithm, config.roles, vocab_size=shape.vocab_size)
     check_algorithm(config)
@@ -103,6 +106,7 @@ def advice(config: RunConfig) -> list[str]:
     phases = (
         ("trainer.optimizer.lr", config.trainer.optimizer.lr, config.controller.num_steps),
         ("supervised.lr", config.supervised.lr, config.supervised.num_steps),
+        *(() if config.preference is None else [("preference.lr", config.preference.lr, config.preference.num_steps)]),
     )
     for where, lr, num_steps in phases:
         if num_steps and lr > high:

@@ -29,8 +29,8 @@ def origin(path: Path) -> Origin:
     for place in (path, path.parent):
         if (place / checkpoint.RUN_CONFIG).is_file() and checkpoint.is_complete(place):
             state = checkpoint.read_state(place)
-            supervised = state["phase"] == "supervised"
-            text = f"supervised step {state['phase_step']}" if supervised else f"step {state['step']}"
+            early = state["phase"] in ("supervised", "preference")
+            text = f"{state['phase']} step {state['phase_step']}" if early else f"step {state['step']}"
             name = json.loads((place / checkpoint.RUN_CONFIG).read_text())["name"]
             return Origin(name=name, step=state["step"], text=text)
     return Origin(name=path.name)

@@ -16,7 +16,7 @@ from torchtitan_rl.config.record import RecordConfig, WandbConfig
 from torchtitan_rl.config.values import shell_text
 from torchtitan_rl.record import attempts
 from torchtitan_rl.record.background import BackgroundListener
-from torchtitan_rl.record.curves import final_evaluations, points
+from torchtitan_rl.record.curves import final_evaluations, phase_of, points
 from torchtitan_rl.record.recorder import Listener, Metrics, Note, Recorder
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.record.run_dir_writer import RunDirWriter
@@ -56,7 +56,8 @@ def curves(lines) -> dict[str, list[tuple[int, float]]]:
 def test_curves_keep_phases_sets_and_splits_apart():
     line = {"step": 2, "phase": "reinforcement", "loss/mean": 0.5, "optim/skipped": 0}
     assert points(line) == {"loss/mean": 0.5, "optim/skipped": 0}
-    assert points(line | {"phase": "supervised"}) == {"supervised/loss/mean": 0.5, "supervised/optim/skipped": 0}
+    for phase in ("supervised", "preference"):
+        assert points(line | {"phase": phase}) == {f"{phase}/loss/mean": 0.5, f"{phase}/optim/skipped": 0}
     evaluation = {"step": 2, "phase": "evaluation", "eval/name": "sort", "eval/split": "test", "eval/accuracy": 1.0}
     assert points(evaluation | {"time/step_s": 2.0}) == {
         "eval/sort/test/accuracy": 1.0,
@@ -65,6 +66,9 @@ def test_curves_keep_phases_sets_and_splits_apart():
     written = {"step": 2, "phase": "checkpoint", "checkpoint/name": "step-2", "time/write_s": 1.0}
     assert points(written | {"checkpoint/failed": 0}) == {"checkpoint/time/write_s": 1.0, "checkpoint/failed": 0}
     assert points(written | {"checkpoint/name": "supervised-2"}) == {"supervised/checkpoint/time/write_s": 1.0}
+    assert points(written | {"checkpoint/name": "preference-2"}) == {"preference/checkpoint/time/write_s": 1.0}
+    curves = ("preference/loss/mean", "supervised/loss/mean", "loss/mean", "eval/a/test/accuracy")
+    assert [phase_of(curve) for curve in curves] == ["preference", "supervised", "reinforcement", "reinforcement"]
     assert points({"step": 2, "phase": "stop", "stop/reason": "target"}) == {}
     assert final_evaluations([evaluation, evaluation | {"step": 4}])[0]["step"] == 4
 

@@ -265,3 +265,64 @@ def test_a_run_goes_on_where_it_was_and_not_with_other_data():
     other = source_of(family(data=datasets.Dataset.from_list(changed)), "train", 3)
     with pytest.raises(ValueError, match="rows are not those that the run started with"):
         other.load_state_dict(state)
+
+
+def pair_rows(num):
+    return [{"prompt": f"Say {i}.", "chosen": f"{i}", "rejected": f"{i + 1}"} for i in range(num)]
+
+
+def test_rows_of_preferences_are_pairs():
+    write("pairs.jsonl", pair_rows(40))
+    columns = {"answer": "chosen", "chosen": "chosen", "rejected": "rejected"}
+    made = Dataset.Config(train="pairs.jsonl", **columns).build()
+    for split in ("train", "validation", "test"):  # all drawn from train
+        task = made.task(split, 0)
+        assert (task.chosen, int(task.rejected)) == (task.answer, int(task.answer) + 1)
+    messages = [
+        {**row, "prompt": [{"role": "user", "content": row["prompt"]}]}
+        | {part: [{"role": "assistant", "content": row[part]}] for part in ("chosen", "rejected")}
+        | {"answer": row["chosen"]}
+        for row in pair_rows(40)
+    ]
+    write("messages.jsonl", messages)
+    said = Dataset.Config(train="messages.jsonl", chosen="chosen", rejected="rejected").build()
+    assert [said.task("train", i) for i in range(30)] == [made.task("train", i) for i in range(30)]
+    write("plain.jsonl", [{"prompt": f"Ask {i}", "answer": "1", "chosen": "only"} for i in range(3)])
+    apart = Dataset.Config(
+        train="pairs.jsonl", validation="pairs.jsonl", test="plain.jsonl", overlap="allow", **columns
+    )
+    apart.answer = "chosen"
+    assert apart.build().task("test", 0).chosen is None and apart.build().task("validation", 0).chosen is not None
+    swapped = [{**row, "rejected": "other"} for row in pair_rows(40)]
+    write("swapped.jsonl", swapped)
+    assert Dataset.Config(train="swapped.jsonl", **columns).build().digest != made.digest
+
+
+def test_rows_that_are_no_pairs_are_refused():
+    def message(*made, **config):
+        write("pairs.jsonl", [*pair_rows(5), *made])
+        columns = {"answer": "prompt", "chosen": "chosen", "rejected": "rejected"}
+        return refusal(Dataset.Config(train="pairs.jsonl", **columns | config).build)
+
+    row = {"prompt": "Say 9.", "chosen": "9", "rejected": "8"}
+    assert message({**row, "rejected": "9"}) == (
+        "dataset.rejected='rejected': row 6 of pairs.jsonl has the same text as chosen; drop the row"
+    )
+    assert message({**row, "rejected": ""}).startswith(
+        "dataset.rejected='rejected': row 6 of pairs.jsonl has no rejected"
+    )
+    assert "'choosen': is no column of pairs.jsonl" in message(chosen="choosen")
+    half = refusal(Dataset.Config, chosen="chosen")
+    assert half == "dataset.rejected=None: a pair has two completions; name the column of the other"
+
+    def one(row):
+        return {"prompt": row["prompt"], "answer": "x", "chosen": row["chosen"]}
+
+    assert "row 1 of pairs.jsonl: has half of a pair, no rejected" in message(from_row=one, chosen=None, rejected=None)
+    turns = [{"role": "user", "content": "Say 9."}, {"role": "assistant", "content": "9"}]
+    write(
+        "talks.jsonl",
+        [{"prompt": f"Say {i}.", "answer": "x", "chosen": turns, "rejected": turns[:1]} for i in range(9)],
+    )
+    config = Dataset.Config(train="talks.jsonl", chosen="chosen", rejected="rejected")
+    assert "has a list of 2; give text or one message of the assistant" in refusal(config.build)

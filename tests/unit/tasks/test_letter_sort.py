@@ -189,3 +189,22 @@ def test_made_up_answers_are_right_and_wrong_in_the_ways_that_a_policy_tries():
     assert "" in wrong and any(len(answer) == 5 for answer in wrong)  # cut short, a letter repeated
     assert any(sorted(answer) == list("adkz") for answer in wrong)  # in another order
     assert any(len(answer) == 4 and list(answer) == sorted(answer) for answer in wrong)  # other letters, in order
+
+
+def test_a_pair_is_the_right_order_and_the_same_with_two_letters_exchanged():
+    plain, made, again = (LetterSort(LetterSort.Config(pairs=pairs)) for pairs in (False, True, True))
+    for split in ("train", "validation", "test"):
+        for index in range(50):
+            task = made.task(split, index)
+            assert task == again.task(split, index)
+            assert task.chosen == task.answer and sorted(task.rejected) == list(task.answer)
+            assert sum(right != wrong for right, wrong in zip(task.chosen, task.rejected)) == 2
+            without = plain.task(split, index)
+            assert without.chosen is without.rejected is None
+            assert (task.prompt, task.answer, task.demonstration) == (
+                without.prompt,
+                without.answer,
+                without.demonstration,
+            )
+    with pytest.raises(ValueError, match="letter_sort.min_letters=1: a single letter has no wrong order"):
+        LetterSort.Config(min_letters=1, pairs=True)

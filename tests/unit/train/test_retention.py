@@ -4,7 +4,7 @@ import pytest
 
 from torchtitan_rl.train.retention import complete, position, superfluous
 
-NAMES = ["supervised-10", "supervised-20", "step-0", "step-10", "step-20", "step-30", "step-40"]
+NAMES = ["supervised-10", "supervised-20", "preference-10", "step-0", "step-10", "step-20", "step-30", "step-40"]
 
 
 @pytest.mark.parametrize(
@@ -33,6 +33,7 @@ def test_the_newest_stays_whatever_else_is_kept():
 
 def test_positions_order_the_phases():
     assert sorted(NAMES, key=position) == NAMES
+    assert sorted(["step-0", "preference-5", "supervised-99"], key=position)[1] == "preference-5"
     assert position("step-80.writing") is position("latest") is position("step-x") is None
 
 

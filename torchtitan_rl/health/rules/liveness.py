@@ -10,6 +10,7 @@ from typing import Any
 from torchtitan_rl.health.facts import Facts, Reading, Series, duration
 from torchtitan_rl.health.rules.rule import RECENT, Problem, Rule, batches, few, last, middle
 from torchtitan_rl.health.whereabouts import end_of, pulse, seconds_since
+from torchtitan_rl.metrics import PHASES
 
 __all__ = ["LIVENESS"]
 
@@ -201,8 +202,8 @@ def overdue(facts: Facts, threshold: float) -> Problem | None:
 
 
 def _usual_s(facts: Facts, metric: str) -> float | None:
-    """The median of a metric's newest values, of reinforcement if that has any, else of the warm start."""
-    for phase in ("reinforcement", "supervised"):
+    """The median of a metric's newest values, of the last phase that has any."""
+    for phase in reversed(PHASES):
         lines = [
             line for line in facts.lines if line.get("phase") == phase and isinstance(line.get(metric), float | int)
         ]

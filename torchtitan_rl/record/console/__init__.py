@@ -4,7 +4,7 @@
 |---|---|---|
 | before anything starts | | advice on the config, errors (`notices.say`) |
 | a span with a `total` begins, goes on, ends; one that is `shown` too | a bar, elsewhere lines | |
-| a step of the supervised phase | the loss, beside the bar | |
+| a step of the supervised or preference phase | the loss, beside the bar | |
 | a batch has trained | its line and the table of latest numbers (`step_numbers`) | |
 | an evaluation has ended | its accuracies (`train.evaluation.Evaluation.summary`) | |
 | a rule of `controller.stop` ends the run early | a line | |

@@ -8,6 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
+from torchtitan_rl.metrics import PHASES
+
 __all__ = ["LiveTable", "step_line"]
 
 _RECENT = 10
@@ -51,7 +53,7 @@ class LiveTable:
             evaluated = line.get("eval/name"), line.get("eval/split")
             self._evaluated = self._evaluated or evaluated
             names = ["eval/accuracy"] if evaluated == self._evaluated else []
-        elif line["phase"] in ("supervised", "reinforcement"):
+        elif line["phase"] in PHASES:
             if line["phase"] != self._phase:
                 self._phase, accuracy = line["phase"], self._recent.get("eval/accuracy")
                 self._first = {name: value for name, value in self._first.items() if name == "eval/accuracy"}

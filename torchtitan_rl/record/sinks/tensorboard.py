@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from torchtitan_rl.record.curves import SUPERVISED, final_evaluations, points
+from torchtitan_rl.metrics import PHASES
+from torchtitan_rl.record.curves import final_evaluations, phase_of, points
 from torchtitan_rl.record.plot import curve_of
 from torchtitan_rl.record.recorder import Listener, Metrics
 from torchtitan_rl.record.run_dir import RunDir
@@ -18,8 +19,8 @@ _FLUSH_S = 5
 
 
 class TensorBoard(Listener):
-    """Writes `RUN/tensorboard/reinforcement`, evaluations included, and `RUN/tensorboard/supervised`: in each, x counts
-    the steps of its phase. Tags are the names of `record.curves`.
+    """Writes `RUN/tensorboard/reinforcement`, evaluations included, `RUN/tensorboard/supervised` and
+    `RUN/tensorboard/preference`: in each, x counts the steps of its phase. Tags are the names of `record.curves`.
 
     The config is a text at the run's beginning. The last evaluations are a text, and the curve a picture, at its end.
     Values are float32, as TensorBoard's scalars are.
@@ -43,8 +44,7 @@ class TensorBoard(Listener):
 
         line, by_phase = event.line, {}
         for name, value in points(line).items():
-            phase = "supervised" if name.startswith(SUPERVISED) else "reinforcement"
-            by_phase.setdefault(phase, []).append(Summary.Value(tag=name, simple_value=value))
+            by_phase.setdefault(phase_of(name), []).append(Summary.Value(tag=name, simple_value=value))
         for phase, values in by_phase.items():
             self._write(phase, line["step"], summary=Summary(value=values))
 
@@ -65,9 +65,9 @@ class TensorBoard(Listener):
     def _purge(self, phase: str, step: int) -> None:
         from tensorboard.compat.proto.event_pb2 import SessionLog
 
-        kept = {"reinforcement": step if phase == "reinforcement" else -1}
-        if phase != "reinforcement":
-            kept["supervised"] = step
+        """Forgets the steps after the one that an attempt goes on from, and those of later phases."""
+        first = PHASES.index(phase) if phase in PHASES else 0
+        kept = {of_phase: step if of_phase == PHASES[first] else -1 for of_phase in reversed(PHASES[first:])}
         for of_phase, last in kept.items():
             if (self._run_dir.path / "tensorboard" / of_phase).exists():
                 self._write(of_phase, last + 1, session_log=SessionLog(status=SessionLog.START))

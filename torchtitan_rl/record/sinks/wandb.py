@@ -6,7 +6,7 @@ import uuid
 from pathlib import Path
 from typing import Any, Literal
 
-from torchtitan_rl.record.curves import SUPERVISED, final_evaluations, points
+from torchtitan_rl.record.curves import final_evaluations, phase_of, points
 from torchtitan_rl.record.plot import curve_of
 from torchtitan_rl.record.recorder import Listener, Metrics
 from torchtitan_rl.record.run_dir import RunDir
@@ -18,9 +18,10 @@ class Wandb(Listener):
     """Logs each line of metrics under the names of `record.curves`, with the config. The last evaluations
     (`final/NAME/SPLIT/...`) go into the summary, and the curve goes along as a picture, at the run's end.
 
-    The x axis is `step`, and `supervised/step` for the supervised phase. The files are in `RUN/wandb`. The run's id is
-    kept in `RUN/wandb/id`, so that a resumed run goes on as the same one; what it takes again is logged again, with
-    another number as `attempt`. Raises what `wandb.init` raises, and RuntimeError for `online` without a key.
+    The x axis is `step`, `supervised/step` for the supervised phase and `preference/step` for the preference phase.
+    The files are in `RUN/wandb`. The run's id is kept in `RUN/wandb/id`, so that a resumed run goes on as the same one;
+    what it takes again is logged again, with another number as `attempt`. Raises what `wandb.init` raises, and
+    RuntimeError for `online` without a key.
     """
 
     def __init__(
@@ -63,7 +64,8 @@ class Wandb(Listener):
 
     def metrics(self, event: Metrics) -> None:
         if values := points(event.line):
-            step = f"{SUPERVISED}step" if next(iter(values)).startswith(SUPERVISED) else "step"
+            phase = phase_of(next(iter(values)))
+            step = "step" if phase == "reinforcement" else f"{phase}/step"
             for name in values.keys() - self._known:  # one by one: of two patterns that fit, W&B says not which counts
                 self._run.define_metric(name, step_metric=step)
             self._known |= values.keys()

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from torchtitan_rl.environment import TIMELINE
+from torchtitan_rl.metrics import PHASES
 from torchtitan_rl.record.recorder import Listener, Span
 from torchtitan_rl.record.timeline.span_file import SpanFile
 from torchtitan_rl.record.timeline.spans import Spans
@@ -23,7 +24,7 @@ __all__ = ["LOOPS", "Timeline", "Phases", "phases_of", "begin"]
 
 logger = logging.getLogger(__name__)
 
-LOOPS = ("supervised", "reinforcement")
+LOOPS = PHASES
 """The recorder's spans that consist of steps."""
 CONTROLLER = "controller"
 _LEAST_COLLECTION_NS = 1_000_000

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from torchtitan_rl.metrics import PHASES
 from torchtitan_rl.record.tracing import GARBAGE
 from torchtitan_rl.tools.timeline.reading import Piece, Process, Timeline
 
@@ -45,12 +46,13 @@ def _steps_in(controller: Process) -> list[Step]:
     return [
         Step(piece.more["step"], piece, controller)
         for piece in controller.pieces
-        if piece.name == "step" and "step" in piece.more and not _supervised(piece, controller)
+        if piece.name == "step" and "step" in piece.more and not _early(piece, controller)
     ]
 
 
-def _supervised(step: Piece, controller: Process) -> bool:
-    phases = (piece for piece in controller.pieces if piece.kind == "phase" and piece.name == "supervised")
+def _early(step: Piece, controller: Process) -> bool:
+    """Whether a step is one of a phase before reinforcement."""
+    phases = (piece for piece in controller.pieces if piece.kind == "phase" and piece.name in PHASES[:-1])
     return any(phase.start <= step.start <= phase.end for phase in phases)
 
 

@@ -9,7 +9,7 @@ import math
 from itertools import accumulate
 from typing import Any
 
-from torchtitan_rl.metrics import unit
+from torchtitan_rl.metrics import PHASES, unit
 from torchtitan_rl.record.curves import final_evaluations
 from torchtitan_rl.tools.series import Series
 from torchtitan_rl.tools.view.query import Parameters
@@ -28,6 +28,8 @@ _SHOWN = (
     "policy/clip_frac",
     "time/step_s",
     "supervised: loss/mean",
+    "preference: loss/mean",
+    "preference: rewards/accuracy",
 )
 """Curves that are shown unless an address asks for others."""
 _SMOOTH = ("1", "5", "20", "100")
@@ -102,7 +104,7 @@ def curves(parameters: Parameters) -> dict[str, Any]:
         "smooths": _SMOOTH,
         "scale": parameters.choice("scale", _SCALES),
         "scales": _SCALES,
-        "unit": lambda name: unit(name.removeprefix("supervised: ")),
+        "unit": lambda name: unit(name.rpartition(": ")[2]),
         "distributions": [_distribution(chosen, column, label) for column, label in _DISTRIBUTIONS],
         "live": True,
     }
@@ -165,7 +167,7 @@ def curve_data(parameters: Parameters) -> dict[str, Any]:
 
 
 def _names(series: Series) -> list[str]:
-    names = series.names() + [f"supervised: {name}" for name in series.names("supervised")]
+    names = series.names() + [f"{phase}: {name}" for phase in PHASES[:-1] for name in series.names(phase)]
     evaluated = {name for line in series.evaluations() for name, value in line.items() if _is_number(value)}
     return names + sorted(name for name in evaluated if name.startswith("eval/"))
 
@@ -185,8 +187,8 @@ def _columns(series: Series, name: str) -> list[tuple[str, list[int], list[float
                     steps.append(line["step"])
                     values.append(line[name])
         return [(label, steps, values) for label, (steps, values) in lines.items()]
-    phase = "supervised" if name.startswith("supervised: ") else "reinforcement"
-    steps, values = series.column(name.removeprefix("supervised: "), phase)
+    phase, _, metric = name.rpartition(": ")
+    steps, values = series.column(metric, phase or "reinforcement")
     return [("", steps, values)] if steps else []
 
 
