@@ -1,5 +1,5 @@
-"""A model as judge: the quickstart's model learns to sort from the verdicts of another model; the exact answer is
-measured and does not train (`reward/part_exact_mean`, `eval/reward_part_exact_mean`).
+"""A model as judge: the quickstart's model trains on the verdicts of another model; the exact answer is measured
+and does not train (`reward/part_exact_mean`, `eval/reward_part_exact_mean`). What it reaches has not been measured.
 
 First make the judge, serve it, then train::
 

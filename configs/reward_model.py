@@ -1,11 +1,12 @@
-"""The quickstart's model learns to sort from a reward model: the task's own reward is measured and does not train.
+"""The quickstart's model trains on a reward model: the task's own reward is measured and does not train.
 
 A frozen classifier on a mesh of its own scores each rollout. First make the classifier, then name it::
 
     .venv/bin/python scripts/train_reward_model.py
     torchtitan-rl train configs/reward_model.py --roles.reward-model.model.assets runs/letter_sort_reward_model
 
-Accuracies of evaluations are by the task's own reward.
+Accuracies of evaluations are by the task's own reward. With the classifier as the script makes it now the accuracy that
+is reached has not been measured; docs/rewards.md says what a narrower one did.
 
 Differs from the quickstart:
 - task.min_letters: 3, not 4; a smaller task, for two minutes
