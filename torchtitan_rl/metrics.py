@@ -52,7 +52,15 @@ An evaluation of which every attempt failed has no `eval/reward_mean`.
 
 FEATURES = {
     "a trainer on known devices": ("perf/tokens_per_second_per_device", "perf/mfu"),
-    "every batch": ("optim/num_steps", "optim/skipped", "tokens/trained", "tokens/generated", "time/score_s"),
+    "every batch": (
+        "optim/num_steps",
+        "optim/skipped",
+        "tokens/trained",
+        "tokens/generated",
+        "time/score_s",
+        "prompt/repeated_frac",
+    ),
+    "a shared prefix": ("prompt/shared_frac",),
     "several replicas": ("generator/healthy_replicas",),
     "a reference": ("policy/reference_kl",),
     "an adaptive KL": ("policy/kl_coef", "policy/rollout_kl"),

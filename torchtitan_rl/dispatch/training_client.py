@@ -18,7 +18,7 @@ from torchtitan_rl.actors.operations import Operation, TrainerOperations
 from torchtitan_rl.dispatch.microbatches import check_alike, check_lengths, filler, pack, plan_microbatches
 from torchtitan_rl.dispatch.placement import Placement
 from torchtitan_rl.dispatch.role_mesh import RoleMesh
-from torchtitan_rl.dispatch.siblings import PrefixCost, plan_siblings
+from torchtitan_rl.dispatch.shared_plan import PrefixCost, plan_siblings
 from torchtitan_rl.record.tracing import span
 from torchtitan_rl.types import (
     Accumulated,

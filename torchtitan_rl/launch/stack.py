@@ -13,7 +13,7 @@ from torchtitan_rl.config.run import COLOCATION, RunConfig
 from torchtitan_rl.dispatch.placement import Placement
 from torchtitan_rl.dispatch.repair import Repair
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
-from torchtitan_rl.dispatch.siblings import prefix_cost
+from torchtitan_rl.dispatch.shared_plan import prefix_cost
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.dispatch.versions import OneVersion, PolicyVersions
 from torchtitan_rl.launch.backend import MeshLauncher, Stack

@@ -127,8 +127,8 @@ class _ToDense(torch.autograd.Function):
 
 
 class _ToKeys(torch.autograd.Function):
-    """Packed (T, ...) to dense keys (K, ...). A token's gradient is that of its own slot and, in a prompt, of its copy in
-    front of every document that shares the prompt."""
+    """Packed (T, ...) to dense keys (K, ...). A token's gradient is that of its own slot and, in a prompt, of its
+    copies in front of the documents that share the prompt."""
 
     @staticmethod
     def forward(ctx, packed, shared: SharedKeys, buckets):

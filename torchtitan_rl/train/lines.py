@@ -14,7 +14,7 @@ from torchtitan_rl.tasks.reward_parts import part_means
 from torchtitan_rl.train.trainer_speed import TrainerSpeed
 from torchtitan_rl.types import Rollout, RolloutGroup
 
-__all__ = ["StepMetrics", "of_batch", "of_times", "mean_std"]
+__all__ = ["StepMetrics", "of_batch", "of_times", "mean_std", "repeated_share"]
 
 _TRAINING_TIMES = ("time/forward_backward_s", "time/optim_s")
 
@@ -83,6 +83,7 @@ def of_batch(groups: list[RolloutGroup], health: dict[str, str]) -> dict[str, fl
         "completion/length_mean": mean(len(c.tokens) for c in completions),
         "completion/truncated_frac": mean(c.truncated for c in completions),
         "tokens/generated": sum(len(c.tokens) for c in completions),
+        "prompt/repeated_frac": repeated_share(groups),
     }
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     line["time/reward_s"] = max(rollout.seconds.get("reward", 0.0) for rollout in rollouts)
@@ -91,6 +92,16 @@ def of_batch(groups: list[RolloutGroup], health: dict[str, str]) -> dict[str, fl
     if len(health) > 1:
         line["generator/healthy_replicas"] = list(health.values()).count("healthy")
     return line
+
+
+def repeated_share(groups: list[RolloutGroup]) -> float:
+    """The share of the first prompts' tokens that belong to a prompt which an earlier rollout of the group has too."""
+    total = repeated = 0
+    for group in groups:
+        prompts = [tuple(rollout.turns[0].prompt_tokens) for rollout in group.rollouts if rollout.turns]
+        tokens = sum(map(len, prompts))
+        total, repeated = total + tokens, repeated + tokens - sum(map(len, set(prompts)))
+    return repeated / max(1, total)
 
 
 def _of_features(rollouts: list[Rollout]) -> dict[str, float]:

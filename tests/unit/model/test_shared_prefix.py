@@ -14,10 +14,10 @@ from tests.unit.model.test_attention import NAMES, naive_attention, output_and_g
 from torchtitan_rl.algorithm.corrections import truncated_sequence
 from torchtitan_rl.algorithm.losses import gspo, reverse_kl, value_loss
 from torchtitan_rl.algorithm.objective import policy_objective
-from torchtitan_rl.config.algorithm import AlgorithmConfig, DistillConfig
+from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.dispatch.microbatches import pack
-from torchtitan_rl.dispatch.siblings import PrefixCost, plan_siblings
+from torchtitan_rl.dispatch.shared_plan import PrefixCost, plan_siblings
 from torchtitan_rl.families import Qwen3Shape
 from torchtitan_rl.model import attention, shared_prefix
 from torchtitan_rl.model.attention import PackedDocuments, PackedSDPA

@@ -12,14 +12,11 @@ from torchtitan_rl.config.meshes import TrainerConfig
 from torchtitan_rl.dispatch.microbatches import Plan, plan_microbatches
 from torchtitan_rl.families import DecoderShape
 from torchtitan_rl.model.flops import multiplied_parameters
-from torchtitan_rl.model.shared_prefix import MASKED_QUERIES
+from torchtitan_rl.model.shared_prefix import MASKED_QUERIES, MAX_KEYS
 from torchtitan_rl.types import Datum
 
-__all__ = ["MAX_KEYS", "PrefixCost", "SharedPlan", "plan_siblings", "prefix_cost"]
+__all__ = ["PrefixCost", "SharedPlan", "plan_siblings", "prefix_cost"]
 
-MAX_KEYS = 4
-"""Keys of attention in a microbatch, in multiples of `max_tokens_per_microbatch`: every sibling holds a copy of the
-prompt's keys and values."""
 _WORTH = 0.9  # siblings compute their prompt together when that is estimated to take at most so much of the time
 _CALLS_FLOPS = 2.0e7
 _ATTENTION = 3.0
@@ -41,9 +38,9 @@ class PrefixCost:
     def together(self, prompt: int, lengths: Sequence[int]) -> float:
         """Of datums with these lengths whose first `prompt` tokens are computed once, in the first datum. Masked keys
         count like others."""
-        first, *others = lengths
+        first, *siblings = lengths
         total = self.alone(first) + self.group
-        for length in others:
+        for length in siblings:
             own = length - prompt
             total += own + self.pair * own * (prompt + (own + min(own, MASKED_QUERIES)) / 2)
         return total
@@ -65,7 +62,7 @@ class SharedPlan(NamedTuple):
     ranks: Plan
     """As `plan_microbatches` returns it."""
     shared: dict[int, int]
-    """Datum -> how many of its first tokens are computed in the sibling that stands first; only datums that have any."""
+    """Datum -> how many of its first tokens are computed in the sibling that stands first. Others are not in it."""
     prompt_tokens: int
     """Of all datums."""
 
