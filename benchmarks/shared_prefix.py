@@ -4,6 +4,7 @@
 
 One trainer in a process of its own has two clients, `trainer.shared_prefix` "off" and "auto", which take turns on the
 same data: an optimizer step with GRPO's loss, and a forward that scores. The first round warms up and does not count.
+Wall time is what a run has; the processor seconds of all processes say the same on a machine that others use too.
 `--shape quickstart` has the quickstart's model. `--always` shares whatever the estimate says.
 """
 
@@ -16,6 +17,8 @@ import math
 import time
 from statistics import median
 
+import numpy
+import psutil
 import torch
 
 import torchtitan_rl.config as rl
@@ -53,6 +56,13 @@ def groups(args: argparse.Namespace, vocab_size: int, draw: torch.Generator) -> 
     return data
 
 
+def now() -> numpy.ndarray:
+    """Seconds on the clock, and processor seconds of this process and all that it started."""
+    own = psutil.Process()
+    times = [process.cpu_times() for process in (own, *own.children(recursive=True))]
+    return numpy.array([time.perf_counter(), sum(each.user + each.system for each in times)])
+
+
 async def measure(args: argparse.Namespace) -> dict:
     shape = _QUICKSTART if args.shape == "quickstart" else SHAPES["qwen3"][args.shape]
     shape.max_seq_len = max(shape.max_seq_len, args.prompt + args.completion)
@@ -62,7 +72,9 @@ async def measure(args: argparse.Namespace) -> dict:
     config.training.seq_len, config.training.max_norm = args.prompt + args.completion, 1.0
     cost = PrefixCost(pair=0.0, group=0.0) if args.always else prefix_cost(config, shape)
     launcher = ActorLauncher(log_dir=None, start_timeout_s=600, call_timeout_s=1200)
-    seconds: dict[str, list[float]] = {f"{part} {side}": [] for part in ("step", "score") for side in ("off", "auto")}
+    seconds: dict[str, list[numpy.ndarray]] = {
+        f"{part} {side}": [] for part in ("step", "score") for side in ("off", "auto")
+    }
     try:
         mesh = await launcher.start_trainer(config, rl.ModelConfig(shape=shape), role="policy", seed=0)
         clients = {
@@ -81,26 +93,27 @@ async def measure(args: argparse.Namespace) -> dict:
             objective = policy_objective(presets.grpo(), data[0].loss_inputs)
             for side in sorted(clients, reverse=repeat % 2 == 0):
                 client = clients[side]
-                start = time.perf_counter()
+                start = now()
                 await client.forward(data)
-                scored = time.perf_counter()
+                scored = now()
                 await asyncio.gather(client.forward_backward(data, objective), client.optim_step())
                 if repeat:
                     seconds[f"score {side}"].append(scored - start)
-                    seconds[f"step {side}"].append(time.perf_counter() - scored)
+                    seconds[f"step {side}"].append(now() - scored)
     finally:
         await launcher.stop()
     plan = plan_siblings(data, 1, args.max_tokens, cost)
     result: dict = {"shared_frac": plan.shared_frac, "tokens": sum(map(len, data)), "shared": sum(plan.shared.values())}
     for part in ("step", "score"):
-        off, auto = seconds[f"{part} off"], seconds[f"{part} auto"]
-        ratios = [one / other for one, other in zip(auto, off, strict=True)]
-        result[part] = {
-            "off_s": median(off),
-            "auto_s": median(auto),
-            "ratio": median(ratios),
-            "ratios": [min(ratios), max(ratios)],
-        }
+        off, auto = (numpy.array(seconds[f"{part} {side}"]) for side in ("off", "auto"))
+        for column, kind in enumerate(("wall", "processor")):
+            ratios = auto[:, column] / off[:, column]
+            result[f"{part}, {kind}"] = {
+                "off_s": median(off[:, column]),
+                "auto_s": median(auto[:, column]),
+                "ratio": median(ratios),
+                "ratios": [min(ratios), max(ratios)],
+            }
     before, after = (sum(map(cost.alone, map(len, data))), 0.0)
     for group in range(args.groups):
         of_group = [len(datum) for datum in data if datum.group == group]

@@ -80,7 +80,8 @@ class PackedDocuments(NamedTuple):
         by_prompt = [(prompt, members) for prompt in after for members in _buckets(after[prompt])]
         prompts, buckets = tuple(prompt for prompt, _ in by_prompt), [members for _, members in by_prompt]
         to_dense, to_packed = _indices(buckets)
-        keys = SharedKeys(*(index.to(device) for index in _indices(buckets, prompts)), prompts)
+        to_dense_K, to_key_T = _indices(buckets, prompts)
+        keys = SharedKeys(to_dense_K.to(device), to_key_T.to(device), prompts)
         sizes = tuple((len(members), len(members[-1])) for members in buckets)
         return cls(to_dense.to(device), to_packed.to(device), sizes, tuple(lengths), keys)
 
