@@ -58,7 +58,15 @@ An evaluation of which every attempt failed has no `eval/reward_mean`.
 
 FEATURES = {
     "a trainer on known devices": ("perf/tokens_per_second_per_device", "perf/mfu"),
-    "every batch": ("optim/num_steps", "optim/skipped", "tokens/trained", "tokens/generated", "time/score_s"),
+    "every batch": (
+        "optim/num_steps",
+        "optim/skipped",
+        "tokens/trained",
+        "tokens/generated",
+        "time/score_s",
+        "prompt/repeated_frac",
+    ),
+    "a shared prefix": ("prompt/shared_frac",),
     "several replicas": ("generator/healthy_replicas",),
     "pairs": ("rewards/chosen", "rewards/rejected", "rewards/margin", "rewards/accuracy"),
     "validation pairs": ("rewards/validation_loss", "rewards/validation_accuracy"),

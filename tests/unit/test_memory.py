@@ -60,6 +60,17 @@ def test_what_a_layer_keeps_at_the_0_6b_shape():
     assert layer_activations(QWEN3_0_6B, "full", 4) == 256
 
 
+def test_copies_of_a_shared_prompts_keys():
+    """On a CPU every layer may hold three more keys and values a token, of 2 K numbers; on CUDA nothing is shared."""
+    config, shared = (trainer(tokens=4096, shared_prefix=choice) for choice in ("off", "auto"))
+
+    def activations(config, device):
+        return working_parts(config, QWEN3_0_6B, device=device)["activations"]
+
+    assert activations(shared, "cpu") - activations(config, "cpu") == 4096 * 2 * 28 * 3 * 2 * 1024
+    assert activations(shared, "cuda") == activations(config, "cuda")
+
+
 def test_a_trainer_of_0_6b_by_hand():
     parts = trainer_parts(trainer(tokens=16_384, checkpoint="selective", logprob_chunk_mib=128), QWEN3_0_6B)
     parameters = 596_049_920

@@ -224,3 +224,20 @@ def test_parts_of_rewards_and_the_longest_wait_for_rewards_are_in_the_line_of_a_
     assert (line["reward/part_exact_mean"], line["reward/part_format_mean"]) == (0.5, -2.0)  # of those that have it
     line = lines.of_batch([group(2, 0.0, {})], {})  # an environment's own reward: nobody waited for it
     assert line["time/reward_s"] == 0.0 and not [name for name in line if "part" in name]
+
+
+def test_the_share_of_prompt_tokens_that_a_sibling_has_too():
+    def group(*prompts):
+        turns = [
+            Turn(
+                prompt_tokens=prompt,
+                completion=Completion(tokens=[1], logprobs=[0.0], policy_versions=[0], finish_reason="stop"),
+            )
+            for prompt in prompts
+        ]
+        task = Task(id="t", prompt="")
+        return RolloutGroup(id="g", rollouts=[Rollout(id="r", task=task, turns=[turn]) for turn in turns])
+
+    # Of 3 + 3 + 2 tokens the second prompt's 3 are the first's; another group's prompt is not a sibling's.
+    assert lines.repeated_share([group([4, 5, 6], [4, 5, 6], [4, 5]), group([4, 5])]) == 3 / 10
+    assert lines.repeated_share([RolloutGroup(id="g", rollouts=[])]) == 0.0

@@ -128,6 +128,10 @@ class TrainerConfig:
     """`varlen` is variable-length FlashAttention (CUDA and bfloat16 only), `sdpa` torch's scaled-dot-product attention,
     one document at a time. `auto` takes `varlen` on CUDA in bfloat16, `sdpa` elsewhere and for models with sinks, whose
     attention `sdpa` computes by definition, in float32."""
+    shared_prefix: Literal["off", "auto"] = "off"
+    """`auto` computes the prompt of siblings once, where an estimate says that this takes less time; `off` computes it
+    in every datum. Outputs and gradients are the same up to rounding. Only on a CPU so far: on CUDA every datum is
+    computed whole. The metric `prompt/repeated_frac` says how much there is to save."""
     logprob_chunk_mib: Annotated[int, Ge(0), Hint("use 0 for the device's own size")] = 0
     """Size of one chunk's float32 logits, in MiB per rank; log-probabilities are computed a chunk at a time. 0: 128 on
     a CPU, 512 on CUDA. 512 is not measured: every chunk adds into the head's gradient (622 MB at a vocabulary of

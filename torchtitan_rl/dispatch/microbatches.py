@@ -8,10 +8,13 @@ import torch
 
 from torchtitan_rl.types import Datum, Microbatch
 
-__all__ = ["plan_microbatches", "check_alike", "check_lengths", "pack", "filler"]
+__all__ = ["Plan", "plan_microbatches", "check_alike", "check_lengths", "pack", "filler"]
+
+Plan = list[list[list[int]]]
+"""Of each rank, of each of its microbatches, the datums by index."""
 
 
-def plan_microbatches(lengths: list[int], num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
+def plan_microbatches(lengths: list[int], num_ranks: int, max_tokens: int) -> Plan:
     """Balances datums over ranks by tokens, longest first, then cuts each rank's share into microbatches.
 
     `plan[r][m]` lists the datums (by index into `lengths`) of microbatch m of rank r. Every rank has the same number of
@@ -81,8 +84,9 @@ def _row_shapes(datum: Datum) -> dict[str, torch.Size]:
     return {"target_tokens": datum.target_tokens.shape[1:], **{n: x.shape[1:] for n, x in datum.loss_inputs.items()}}
 
 
-def pack(data: list[Datum]) -> Microbatch:
-    """Datums end to end. Raises ValueError when datums carry different loss inputs, or rows of different sizes."""
+def pack(data: list[Datum], shared: list[int] | None = None) -> Microbatch:
+    """Datums end to end; `shared` as in `Microbatch.shared`. Raises ValueError when datums carry different loss inputs,
+    or rows of different sizes."""
     check_alike(data)
     return Microbatch(
         tokens_T=torch.cat([d.tokens for d in data]),
@@ -90,6 +94,7 @@ def pack(data: list[Datum]) -> Microbatch:
         lengths=[len(d) for d in data],
         turns=[d.turns for d in data],
         loss_inputs={n: _sent(n, torch.cat([d.loss_inputs[n] for d in data])) for n in data[0].loss_inputs},
+        shared=shared,
     )
 
 

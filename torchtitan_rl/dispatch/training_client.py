@@ -18,8 +18,17 @@ from torchtitan_rl.actors.operations import VALUE_ROLES, Operation, TrainerOpera
 from torchtitan_rl.dispatch.microbatches import check_alike, check_lengths, filler, pack, plan_microbatches
 from torchtitan_rl.dispatch.placement import Placement
 from torchtitan_rl.dispatch.role_mesh import RoleMesh
+from torchtitan_rl.dispatch.shared_plan import PrefixCost, plan_siblings
 from torchtitan_rl.record.tracing import span
-from torchtitan_rl.types import Accumulated, Datum, ForwardBackwardOutput, LossFunction, OptimParams, OptimStepOutput
+from torchtitan_rl.types import (
+    Accumulated,
+    Datum,
+    ForwardBackwardOutput,
+    LossFunction,
+    Microbatch,
+    OptimParams,
+    OptimStepOutput,
+)
 from torchtitan_rl.weights.finite import NotFinite, WeightsNotFinite
 
 __all__ = ["TrainingClient"]
@@ -43,11 +52,14 @@ class TrainingClient:
         temperature: float,
         vocab_size: int,
         placement: Placement | None = None,
+        prefix_cost: PrefixCost | None = None,
     ):
-        """`placement` gives the role its turns on shared devices; None: no role shares devices."""
+        """`placement` gives the role its turns on shared devices; None: no role shares devices. `prefix_cost` chooses
+        the siblings that compute their prompt together; None: every datum is computed whole."""
         self._mesh, self._placement = mesh, placement
         self._max_tokens, self._max_datum_tokens = max_tokens_per_microbatch, max_datum_tokens
         self._temperature, self._vocab_size = temperature, vocab_size
+        self._prefix_cost = prefix_cost
 
     def forward_backward(
         self,
@@ -249,14 +261,26 @@ class TrainingClient:
         check_lengths(name, data, self._max_datum_tokens)
         with span("pack microbatches"):
             check_alike(data, f"{name}.data")
-            plan = plan_microbatches([len(d) for d in data], self._mesh.data_parallel_size, self._max_tokens)
-            shards = [[pack([sent[i] for i in m]) if m else filler(sent[0]) for m in of_rank] for of_rank in plan]
+            num_ranks, siblings = self._mesh.data_parallel_size, None
+            if self._prefix_cost is None:
+                plan = plan_microbatches([len(d) for d in data], num_ranks, self._max_tokens)
+            else:
+                siblings = plan_siblings(data, num_ranks, self._max_tokens, self._prefix_cost)
+                plan = siblings.ranks
+
+            def packed(members: list[int]) -> Microbatch:
+                return pack([sent[i] for i in members], None if siblings is None else siblings.of(members))
+
+            shards = [[packed(members) if members else filler(sent[0]) for members in of_rank] for of_rank in plan]
         answers = self._run(operation, lambda: self._mesh.call_split(operation, shards, *args))
 
         async def collect() -> ForwardBackwardOutput:
             of_ranks = await answers
             with span("read the trainer's answer"):
-                return _merge(of_ranks, plan, data, who=f"{self._mesh.role}.{name}")
+                output = _merge(of_ranks, plan, data, who=f"{self._mesh.role}.{name}")
+                if siblings is not None:
+                    output.metrics["prompt/shared_frac"] = siblings.shared_frac
+                return output
 
         return asyncio.ensure_future(collect())
 

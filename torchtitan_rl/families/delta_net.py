@@ -250,6 +250,7 @@ class DeltaNet(GatedDeltaNet):
         if isinstance(attention_masks, VarlenMetadata):
             return super().forward(x_BLD, attention_masks)
         lengths = attention_masks.lengths if self.states is None else self.states.begin()
+        assert self.states is not None or attention_masks.shared is None, "a state begins at 0 in every document"
         if lengths is None:
             return torch.zeros_like(x_BLD)
         ends, longest = (0, *itertools.accumulate(lengths)), max(lengths)

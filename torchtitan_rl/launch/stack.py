@@ -13,6 +13,7 @@ from torchtitan_rl.config.run import COLOCATION, RunConfig
 from torchtitan_rl.dispatch.placement import Placement
 from torchtitan_rl.dispatch.repair import Repair
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
+from torchtitan_rl.dispatch.shared_plan import prefix_cost
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.dispatch.versions import OneVersion, PolicyVersions
 from torchtitan_rl.launch.backend import MeshLauncher, Stack
@@ -65,6 +66,7 @@ async def start_stack(config: RunConfig, launcher: MeshLauncher, model_dir: Path
             temperature=config.algorithm.temperature,
             vocab_size=resolve_shape(model).vocab_size,
             placement=placement,
+            prefix_cost=prefix_cost(trainer, resolve_shape(model)),
         )
         for role, (trainer, model) in trainers.items()
     }

@@ -18,6 +18,7 @@ from torchtitan_rl.config.meshes import GeneratorConfig, LoRAConfig, TrainerConf
 from torchtitan_rl.config.run import COLOCATION, RunConfig
 from torchtitan_rl.families import DecoderShape
 from torchtitan_rl.model.shape import resolve_shape
+from torchtitan_rl.model.shared_prefix import MAX_KEYS
 
 __all__ = [
     "trainer_parts",
@@ -151,11 +152,15 @@ def working_parts(
     all_logits = tokens * shape.vocab_size * 4 // tp
     chunk = min(all_logits, platform.logprob_chunk_bytes(config.logprob_chunk_mib, device))
     logits = chunk * (3 * 4 + (compute if compute < 4 else 0)) // 4
-    per_layer = tokens * compute * layer_activations(shape, "none", tp)
+    copies = 0
+    if config.shared_prefix != "off" and device == "cpu":  # of a prompt's keys and values, in front of every sibling
+        copies = tokens * compute * (MAX_KEYS - 1) * 2 * shape.n_kv_heads * shape.head_dim // tp
+    per_layer = tokens * compute * layer_activations(shape, "none", tp) + copies
     if not trains:
         gathered = compute * (table * (1 if tied else 2) + 2 * layer)
         return {"gathered": gathered} | ({"activations": per_layer} if per_layer > logits else {"logits": logits})
     kept = tokens * compute * layer_activations(shape, config.activation_checkpoint, tp)
+    kept += copies if config.activation_checkpoint == "none" else 0
     activations = shape.n_layers * kept + tokens * compute * (2 * shape.dim // tp + shape.dim)  # and of the last norm
     used, num_experts = (1, 1) if shape.experts is None else (shape.experts.top_k, shape.experts.num_experts)
     gradients = tokens * compute * (2 * used * shape.hidden_dim // tp + 2 * shape.dim)

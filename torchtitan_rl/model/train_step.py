@@ -12,6 +12,7 @@ from torchtitan.models.common.attention import create_varlen_metadata_for_docume
 
 from torchtitan_rl.algorithm.losses import sampled_metrics
 from torchtitan_rl.model.attention import PackedDocuments, PackedSDPA
+from torchtitan_rl.model.shared_prefix import SharedPrefix
 from torchtitan_rl.record.tracing import span
 from torchtitan_rl.types import Accumulated, LossFunction, LossInputs, Microbatch, OptimParams
 
@@ -24,20 +25,40 @@ def head_outputs(
     """The head's outputs for a packed microbatch, by name, each (T, ...): `policy_logprobs` of the targets and
     `entropy`, or a critic's `predicted_values`. `extra` are further arguments of `LogprobHead.ask`.
 
-    One extra document, which the outputs leave out, pads T to a multiple of `multiple_of` (sequence parallelism)."""
-    num_tokens = len(batch.tokens_T)
+    One extra document, which the outputs leave out, pads T to a multiple of `multiple_of` (sequence parallelism). Where
+    siblings share their prompt, the prompt is computed once. Raises RuntimeError for siblings where attention is
+    torchtitan's kernel of variable lengths, which has no such layout here."""
+    lengths, shared, tokens_T, targets = batch.lengths, batch.shared, batch.tokens_T, batch.target_tokens_T
+    prefix = None
+    if shared is not None:
+        prefix = SharedPrefix.build(lengths, shared)
+        lengths, tokens_T, targets = prefix.lengths, tokens_T[prefix.computed_U], targets[prefix.computed_U]
+        if "teacher_hidden_TD" in extra:
+            extra |= {"teacher_hidden_TD": extra["teacher_hidden_TD"][prefix.computed_U.to(device)]}
+    num_tokens = len(tokens_T)
     padding = -num_tokens % multiple_of
-    lengths = [*batch.lengths, padding] if padding else batch.lengths
-    tokens_T = F.pad(batch.tokens_T, (0, padding)).to(device)
-    positions_T = torch.cat([torch.arange(length) for length in lengths]).to(device)
+    if padding:
+        lengths, shared = [*lengths, padding], None if shared is None else [*shared, 0]
+    tokens_T = F.pad(tokens_T, (0, padding)).to(device)
+    firsts = shared or [0] * len(lengths)
+    positions_T = torch.cat([torch.arange(at, at + num) for at, num in zip(firsts, lengths, strict=True)]).to(device)
     if isinstance(model.config.first_attention.inner_attention, PackedSDPA.Config):
-        masks = PackedDocuments.build(lengths, device)
-    else:
+        masks = PackedDocuments.build(lengths, device, shared)
+    elif shared is None:
         masks = create_varlen_metadata_for_document(positions_T[None])
-    targets = F.pad(batch.target_tokens_T, (0, 0) * (batch.target_tokens_T.dim() - 1) + (0, padding)).to(device)
+    else:
+        raise RuntimeError(
+            "trainer.shared_prefix='auto': attention of variable lengths computes each document by itself; use 'off', "
+            "or trainer.attention='sdpa'"
+        )
+    targets = F.pad(targets, (0, 0) * (targets.dim() - 1) + (0, padding)).to(device)
     (model.lm_head.ask if extra else model.lm_head.target)(targets, temperature, **extra)
     outputs = model(tokens_T[None], positions=positions_T[None], attention_masks=masks)
-    return {name: rows_1T[0, :num_tokens] for name, rows_1T in outputs.items()}
+    rows = {name: rows_1T[0, :num_tokens] for name, rows_1T in outputs.items()}
+    if prefix is None:
+        return rows
+    row_T = prefix.row_T.to(device)
+    return {name: of_computed.index_select(0, row_T) for name, of_computed in rows.items()}
 
 
 def accumulate_gradients(

@@ -15,7 +15,7 @@ from torchtitan_rl.train.trainer_speed import TrainerSpeed
 from torchtitan_rl.types import Rollout, RolloutGroup
 from torchtitan_rl.types.score_parts import SCORE, TASK_REWARD
 
-__all__ = ["StepMetrics", "of_batch", "of_times", "mean_std"]
+__all__ = ["StepMetrics", "of_batch", "of_times", "mean_std", "repeated_share"]
 
 _TRAINING_TIMES = ("time/forward_backward_s", "time/optim_s")
 
@@ -89,6 +89,7 @@ def of_batch(groups: list[RolloutGroup], health: dict[str, str]) -> dict[str, fl
         "completion/length_mean": mean(len(c.tokens) for c in completions),
         "completion/truncated_frac": mean(c.truncated for c in completions),
         "tokens/generated": sum(len(c.tokens) for c in completions),
+        "prompt/repeated_frac": repeated_share(groups),
     }
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     line["time/reward_s"] = max(rollout.seconds.get("reward", 0.0) for rollout in rollouts)
@@ -111,6 +112,16 @@ def _of_reward_model(rollouts: list[Rollout]) -> dict[str, float]:
     if not all_equal(scores) and not all_equal(rewards):
         line["reward_model/task_correlation"] = correlation(scores, rewards)
     return line | {"time/reward_model_s": max(rollout.seconds.get("reward_model", 0.0) for rollout in scored)}
+
+
+def repeated_share(groups: list[RolloutGroup]) -> float:
+    """The share of the first prompts' tokens that belong to a prompt which an earlier rollout of the group has too."""
+    total = repeated = 0
+    for group in groups:
+        prompts = [tuple(rollout.turns[0].prompt_tokens) for rollout in group.rollouts if rollout.turns]
+        tokens = sum(map(len, prompts))
+        total, repeated = total + tokens, repeated + tokens - sum(map(len, set(prompts)))
+    return repeated / max(1, total)
 
 
 def _of_features(rollouts: list[Rollout]) -> dict[str, float]:

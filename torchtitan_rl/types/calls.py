@@ -24,6 +24,9 @@ class Microbatch:
     """Float32, each (T,) or (T, n)."""
     turns: list[Turns | None] = field(default_factory=list)
     """Where the turns of each datum are; see `Datum.turns`."""
+    shared: list[int] | None = None
+    """Of each datum, how many of its first tokens the last datum before it with 0 here begins with too, with the same
+    targets: they are computed there alone. None: every datum is computed whole."""
 
 
 @dataclass(kw_only=True, slots=True)

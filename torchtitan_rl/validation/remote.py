@@ -60,6 +60,10 @@ def _refusals(config: RunConfig, generators_only: bool) -> Iterator[str]:
     for name in ("converters", "post_optimizer_build_fn"):
         if getattr(trainer, name):
             yield f"trainer.{name}: backend='tinker' builds no model here; leave it out"
+    if trainer.shared_prefix != "off":
+        yield (
+            f"trainer.shared_prefix={trainer.shared_prefix!r}: backend='tinker' packs no microbatches here; use 'off'"
+        )
     if config.record.explain_mismatch_every:
         yield (
             f"record.explain_mismatch_every={config.record.explain_mismatch_every}: backend='tinker' has no generators "

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from torchtitan_rl import platform
 from torchtitan_rl.config.derive import settled
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.config.run import RunConfig
@@ -113,6 +114,14 @@ def advice(config: RunConfig) -> list[str]:
             lines.append(f"{where}={lr:g}: AdamW at this rate destroys a model in a few steps; 1e-6 to 1e-3 is usual")
         elif num_steps and lr < low:
             lines.append(f"{where}={lr:g}: the weights will hardly move; 1e-6 to 1e-3 is usual")
+    if platform.device_type() == "cuda":
+        for role, (trainer, _) in config.trainers().items():
+            if trainer.shared_prefix != "off":
+                where = "trainer" if role == "policy" else f"roles.{role}.trainer"
+                lines.append(
+                    f"{where}.shared_prefix={trainer.shared_prefix!r}: prompts are shared on a CPU only; every datum "
+                    "is computed whole"
+                )
     size, compared = config.algorithm.group_size, compares_siblings(config)
     if size in (2, 3) and compared:
         lines.append(f"algorithm.group_size={size}: few groups will hold unequal rewards; 8 to 64 is usual")

@@ -38,6 +38,8 @@ def check_trainer(where: str, trainer: TrainerConfig, model: ModelConfig, longes
             )
     if shape.has_sinks:
         _check_sinks(where, trainer, shape)
+    if trainer.shared_prefix != "off":
+        _check_shared_prefix(where, trainer, shape)
     check_context(f"{where}.training.seq_len", trainer.training.seq_len, shape, longest)
 
 
@@ -67,6 +69,27 @@ def _check_sinks(where: str, trainer: TrainerConfig, shape: DecoderShape) -> Non
             f"{where}.lora.target_modules='o_proj': torchtitan's layer of that name in a {shape.name} takes no adapter "
             f"over {tp} tensor-parallel ranks; use qkv_proj alone, or {where}.parallelism.tensor_parallel_degree=1"
         )
+
+
+def _check_shared_prefix(where: str, trainer: TrainerConfig, shape: DecoderShape) -> None:
+    """Raises ValueError for a model or a setting with which siblings cannot compute their prompt together."""
+    reason, experts, tp = "", shape.experts, trainer.parallelism.tensor_parallel_degree
+    if shape.state_sizes:
+        reason = f"the states of a {shape.name}'s recurrent layers begin anew in every datum"
+    elif experts is not None and experts.load_balance_coeff is not None:
+        reason = (
+            f"the load-balancing bias counts tokens (experts.load_balance_coeff={experts.load_balance_coeff:g}), and "
+            "a prompt's would count once"
+        )
+    elif trainer.attention == "varlen":
+        reason = f"with {where}.attention='varlen' attention computes each datum by itself"
+    elif trainer.compile.enable:
+        reason = f"with {where}.compile.enable=True the layers would be compiled anew for every batch's prompts"
+    elif trainer.converters or tp > 1:
+        setting = "converters" if trainer.converters else f"parallelism.tensor_parallel_degree={tp}"
+        reason = f"with {where}.{setting} it has not been compared with datums that are computed whole"
+    if reason:
+        raise ValueError(f"{where}.shared_prefix={trainer.shared_prefix!r}: {reason}; use 'off'")
 
 
 def check_degree(where: str, degree: int, shape) -> None:
