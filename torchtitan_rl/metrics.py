@@ -98,6 +98,7 @@ FEATURES = {
         "mismatch/explained_tokens",
         "time/mismatch_s",
     ),
+    "experts of the generator": ("mismatch/expert_agreement_frac", "mismatch/expert_choice_frac"),
     "an off-policy correction": ("correction/weight_mean", "correction/changed_frac"),
     "distillation": ("distill/kl", "distill/target_frac"),
     "a critic": ("critic/loss", "critic/squared_error", "critic/value_mean", "critic/grad_norm", "critic/skipped"),

@@ -1,6 +1,7 @@
 """A mixture of experts through the whole stack: trained expert-parallel, sampled, exported and loaded again."""
 
 import asyncio
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,24 @@ from torchtitan_rl.algorithm.losses import importance_sampling
 from torchtitan_rl.config.load import load_config
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.types import OptimParams
+from torchtitan_rl.types import OptimParams, Routing, SamplingParams
 
 pytestmark = pytest.mark.whole
 
 DATA = random_datums(7)
+
+
+def _any_experts(num_tokens: int, seed: int) -> torch.Tensor:
+    """Two different experts of eight for each token, in each of two layers."""
+    draw = torch.rand(num_tokens, 2, 8, generator=torch.Generator().manual_seed(seed))
+    return draw.argsort(-1)[..., :2].to(torch.uint8)
+
+
+REPLAYED = [
+    dataclasses.replace(datum, routing=Routing(experts=_any_experts(len(datum), seed), replayed=True))
+    for seed, datum in enumerate(DATA)
+]
+"""The same data, sent to experts that no router would have chosen."""
 
 
 def moe_config(
@@ -41,6 +55,7 @@ def moe_config(
     config.trainer.activation_checkpoint = activation_checkpoint
     config.generator.tensor_parallel_degree = generator_tp
     config.controller.call_timeout_s = config.controller.sample_timeout_s = 120
+    config.algorithm.expert_routing, config.generator.max_model_len = "replay", 320  # two blocks of the cache, and more
     return config
 
 
@@ -48,6 +63,20 @@ async def _step(trainer) -> dict:
     await trainer.forward_backward(DATA, importance_sampling)
     gradients = await trainer.gradients()
     return {"gradients": gradients, "step": await trainer.optim_step(OptimParams(lr=1e-2))}
+
+
+async def _replay(trainer) -> dict:
+    """Log-probabilities, gradients and metrics of `REPLAYED`. Leaves no gradient."""
+    output = await trainer.forward_backward(REPLAYED, importance_sampling)
+    gradients = await trainer.gradients()
+    await trainer.begin_model(0)
+    return {"logprobs": torch.cat(output.policy_logprobs), "gradients": gradients, "metrics": output.metrics}
+
+
+async def _sampled_twice(controller) -> list:
+    """A long prompt is completed twice: the second time the prefix cache has the prompt's first blocks."""
+    prompt = [int(token) for token in torch.arange(290) % 60]
+    return [await controller.generator.sample(prompt, SamplingParams(max_tokens=8, seed=1)) for _ in range(2)]
 
 
 async def _train(controller) -> dict:
@@ -75,7 +104,8 @@ def one_rank(loop, tmp_path_factory):
     async def run():
         async with await Controller.launch(moe_config(directory / "run"), backend="local") as controller:
             await controller.trainer.save_hf_model(directory / "before", eos=1, pad=0)
-            result = await _train(controller)
+            replayed = await _replay(controller.trainer)
+            result = await _train(controller) | {"replayed": replayed, "twice": await _sampled_twice(controller)}
             await controller.trainer.save_hf_model(directory / "after", eos=1, pad=0)
             return result | {"before": directory / "before", "after": directory / "after"}
 
@@ -96,7 +126,9 @@ def expert_parallel(loop, one_rank, tmp_path_factory):
             loaded = {"weights": await controller.trainer.parameters()} | await _score(controller)
             await controller.trainer.save_hf_model(directory / "again", eos=1, pad=0)
             await controller.trainer.init_model(one_rank["before"])
-            return await _train(controller) | {"loaded": loaded, "again": directory / "again"}
+            replayed = await _replay(controller.trainer)
+            result = await _train(controller) | {"replayed": replayed, "twice": await _sampled_twice(controller)}
+            return result | {"loaded": loaded, "again": directory / "again"}
 
     return loop.run_until_complete(run())
 
@@ -126,6 +158,36 @@ def _same_step(result, expected):
     assert result["step"].grad_norm == pytest.approx(expected["step"].grad_norm, rel=1e-5)
 
 
+def _same_replay(result, expected):
+    """Replay on one layout gives the log-probabilities and gradients of another; every token went to its experts."""
+    one, other = result["replayed"], expected["replayed"]
+    assert (one["logprobs"] - other["logprobs"]).abs().max() <= 1e-5
+    assert relative_l2(flat(one["gradients"]), flat(other["gradients"])) <= 1e-5
+    gates = [name for name in other["gradients"] if name.endswith("router.gate.weight")]
+    assert len(gates) == 2 and all(other["gradients"][name].any() for name in gates)
+    for name in gates:
+        assert relative_l2(one["gradients"][name].double(), other["gradients"][name].double()) <= 1e-5, name
+    for name in ("mismatch/expert_agreement_frac", "mismatch/expert_choice_frac"):
+        assert one["metrics"][name] == pytest.approx(other["metrics"][name], abs=1e-6)
+    assert one["metrics"]["mismatch/expert_agreement_frac"] == pytest.approx(1.0)
+    assert one["metrics"]["mismatch/expert_choice_frac"] < 0.5
+
+
+def test_replayed_experts_act_alike_on_every_layout(one_rank, expert_parallel):
+    _same_replay(expert_parallel, one_rank)
+    plain = {name: g for name, g in one_rank["gradients"].items() if name.endswith("router.gate.weight")}
+    assert all(not torch.allclose(g, one_rank["replayed"]["gradients"][name]) for name, g in plain.items())
+
+
+@pytest.mark.parametrize("layout", ["one_rank", "expert_parallel"])
+def test_a_prompt_in_the_prefix_cache_has_its_experts(layout, request):
+    first, second = request.getfixturevalue(layout)["twice"]
+    assert first.tokens == second.tokens and first.routed_experts.shape == (290 + 8 - 1, 2, 2)
+    assert first.routed_experts.dtype == torch.uint8 and (first.routed_experts < 8).all()
+    assert (first.routed_experts[..., 0] != first.routed_experts[..., 1]).all()
+    assert torch.equal(first.routed_experts.sort(-1).values, second.routed_experts.sort(-1).values)
+
+
 def test_expert_parallelism_gives_the_gradients_of_one_rank(one_rank, expert_parallel):
     assert (one_rank["scored"] - one_rank["trained"]).abs().max() <= 1e-4
     assert (expert_parallel["scored"] - expert_parallel["trained"]).abs().max() <= 1e-4
@@ -140,9 +202,11 @@ def test_so_do_tensor_parallel_experts_that_are_recomputed(loop, one_rank, tmp_p
         async with trainer_mesh(config.trainer, config.model) as mesh:
             trainer = client(mesh, model=config.model)
             await trainer.init_model(one_rank["before"])
-            return await _step(trainer)
+            return {"replayed": await _replay(trainer)} | await _step(trainer)
 
-    _same_step(loop.run_until_complete(run()), one_rank)
+    result = loop.run_until_complete(run())
+    _same_step(result, one_rank)
+    _same_replay(result, one_rank)
 
 
 def test_a_run_starts_from_exported_experts(one_rank, expert_parallel):

@@ -10,6 +10,7 @@ import torch
 
 from torchtitan_rl.algorithm.advantages import estimate_advantages
 from torchtitan_rl.algorithm.precomputed import use_precomputed
+from torchtitan_rl.algorithm.routed_data import with_routing
 from torchtitan_rl.algorithm.soft_targets import with_soft_targets
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.types import Datum, Rollout, RolloutGroup, Turn
@@ -45,6 +46,9 @@ def to_datums(groups: list[RolloutGroup], config: AlgorithmConfig) -> list[Datum
     data = [s.datum(inputs | {"token_weights": w}) for s, inputs, w in zip(sequences, columns, weights, strict=True)]
     if any(turn.soft_targets is not None for turn in turns):
         data = with_soft_targets(data, [(sequence.name, sequence.turns) for sequence in sequences])
+    if config.expert_routing != "own":
+        of_data = [(sequence.name, sequence.turns) for sequence in sequences]
+        data = with_routing(data, of_data, replayed=config.expert_routing == "replay")
     return data
 
 

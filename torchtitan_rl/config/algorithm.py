@@ -226,6 +226,11 @@ class AlgorithmConfig:
     `recompute_logprobs_per_minibatch`. None: no call."""
     minibatch_config: dict[str, float] = field(default_factory=dict)
     """Keyword arguments of `minibatch_fn`, such as `fraction`."""
+    expert_routing: Literal["own", "compare", "replay"] = "own"
+    """Which experts of a mixture the policy's forward uses in training. `own`: those that the trainer's routers choose.
+    `replay`: those that the generator used when it sampled, weighted by the trainer's own scores of them (rollout
+    routing replay). `compare`: those of `own`, and metrics say how often they are the generator's. See
+    algorithm/routed_data.py."""
     distill: DistillConfig | None = None
     """How the policy learns from `roles.teacher`. None: the teacher's log-probabilities are only a loss input
     (`teacher_logprobs`) that a loss of your own may use."""

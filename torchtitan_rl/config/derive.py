@@ -40,6 +40,8 @@ def open_fields(config: RunConfig) -> dict[str, str]:
         sources["generator.max_model_len"] = f"from {twice}sampling.{limits}"
     if config.generator.num_spares is None:
         sources["generator.num_spares"] = "from generator.num_replicas"
+    if config.generator.record_routing is None:
+        sources["generator.record_routing"] = "from algorithm.expert_routing"
     return sources
 
 
@@ -61,11 +63,16 @@ def settled(config: RunConfig) -> RunConfig:
     spares = config.generator.num_spares
     if spares is None:
         spares = int(config.generator.num_replicas > 1 and config.generator.max_replica_restarts > 0)
+    records = config.generator.record_routing
+    if records is None:
+        records = config.algorithm.expert_routing != "own"
     return dataclasses.replace(
         config,
         trainer=trainers["policy"],
         roles=dataclasses.replace(config.roles, **roles),
-        generator=dataclasses.replace(config.generator, max_model_len=context, num_spares=spares),
+        generator=dataclasses.replace(
+            config.generator, max_model_len=context, num_spares=spares, record_routing=records
+        ),
     )
 
 

@@ -191,6 +191,10 @@ class GeneratorConfig:
     """Which of vLLM's two model runners serves. `auto` is vLLM's choice: v2 on a GPU, v1 on a CPU."""
     num_threads: Annotated[int, Ge(0), Hint("use 0 to share the cores among the ranks")] = 0
     """CPU threads per rank; 0: the cores divided by the ranks of a replica."""
+    record_routing: bool | None = None
+    """True: completions of a mixture of experts say to which experts each of their tokens was sent
+    (`Completion.routed_experts`). The engine keeps a byte for each expert of a token, for each layer and each token
+    that fits the KV cache. None: where `algorithm.expert_routing` needs it."""
     verify_loaded: bool = True
     """After every load, each rank compares the weights that its model holds with the weights that were sent, bit for
     bit. Not with `model_impl="vllm"`, which packs weights in its own way."""

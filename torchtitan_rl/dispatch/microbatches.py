@@ -6,7 +6,7 @@ import bisect
 
 import torch
 
-from torchtitan_rl.types import Datum, Microbatch
+from torchtitan_rl.types import Datum, Microbatch, Routing
 
 __all__ = ["Plan", "plan_microbatches", "check_alike", "check_lengths", "pack", "filler"]
 
@@ -74,10 +74,20 @@ def check_alike(data: list[Datum], name: str = "data") -> None:
                     f"{name}[{index}].{key}: is {_shape_text(shape)} where that of data[0] is "
                     f"{_shape_text(first[key])}; give every datum of one call as many per token"
                 )
+        if _routing_kind(datum) != _routing_kind(data[0]):
+            raise ValueError(
+                f"{name}[{index}].routing: is {_routing_kind(datum)} where that of data[0] is "
+                f"{_routing_kind(data[0])}, as (layers, K, replayed); give every datum of one call the same kind"
+            )
 
 
 def _shape_text(row: torch.Size) -> str:
     return f"(T, {row[0]})" if row else "(T,)"
+
+
+def _routing_kind(datum: Datum) -> tuple[int, int, bool] | None:
+    routing = datum.routing
+    return None if routing is None else (*routing.experts.shape[1:], routing.replayed)
 
 
 def _row_shapes(datum: Datum) -> dict[str, torch.Size]:
@@ -95,7 +105,14 @@ def pack(data: list[Datum], shared: list[int] | None = None) -> Microbatch:
         turns=[d.turns for d in data],
         loss_inputs={n: _sent(n, torch.cat([d.loss_inputs[n] for d in data])) for n in data[0].loss_inputs},
         shared=shared,
+        routing=_packed_routing([d.routing for d in data if d.routing is not None]),
     )
+
+
+def _packed_routing(routings: list[Routing]) -> Routing | None:
+    if not routings:
+        return None
+    return Routing(experts=torch.cat([r.experts for r in routings]), replayed=routings[0].replayed)
 
 
 def _sent(name: str, rows: torch.Tensor) -> torch.Tensor:
@@ -116,4 +133,7 @@ def filler(like: Datum) -> Microbatch:
         lengths=[1],
         turns=[None if like.turns is None else []],
         loss_inputs={name: _sent(name, torch.zeros_like(rows[:1])) for name, rows in like.loss_inputs.items()},
+        routing=None
+        if like.routing is None
+        else Routing(experts=like.routing.experts[:1].clone(), replayed=like.routing.replayed),
     )

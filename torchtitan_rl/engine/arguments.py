@@ -23,7 +23,7 @@ def engine_args(config: GeneratorConfig, model: ModelConfig, seed: int, *, sleep
     shape = resolve_shape(model)
     return EngineArgs(
         model=model.assets,
-        additional_config=vllm_model.EngineShape(shape),
+        additional_config=vllm_model.EngineShape(shape, record_routing=bool(config.record_routing)),
         dtype=config.dtype,
         load_format="dummy",
         seed=seed,

@@ -108,6 +108,8 @@ class Engine:
         """Whether a request had a NaN since the prefix cache was emptied."""
         self._halted = False
         """Whether the last load failed: the model holds no whole version, and requests wait for a load."""
+        self._cache: vllm_internals.CacheGroup | None = None
+        """The slots by which experts of tokens are recorded; None: they are not."""
         self._failure: BaseException | None = None
         """Why the thread has ended."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -222,7 +224,21 @@ class Engine:
         self.model_runner = vllm_internals.model_runner(engine)
         if self.model_runner == "v1":
             noise.install(vllm_internals.runner(engine), self._seed)
+        if self._config.record_routing and self._leads:
+            self._cache = self._record_routing(engine)
         return engine
+
+    def _record_routing(self, engine: LLMEngine) -> vllm_internals.CacheGroup:
+        """Begins to record the experts of tokens, by their slots in a group of the cache."""
+        if self.model_runner != "v1":
+            raise RuntimeError(
+                f"generator.record_routing=True: the engine has vLLM's model runner {self.model_runner}, of which only "
+                "v1 says where a request's tokens are; use generator.model_runner='v1'"
+            )
+        cache = vllm_internals.cache_group(engine, self.model.routing.attention_layer)
+        device = next(self.model.parameters()).device
+        self.model.routing.allocate(cache.num_blocks, cache.block_size, device)
+        return cache
 
     def _fail_waiting(self) -> None:
         """Raises from every waiting call why the thread has ended."""
@@ -327,9 +343,14 @@ class Engine:
             return request.future.set_exception(
                 ValueError("structure: cannot be made a grammar; the generator's log says why, ask for a simpler one")
             )
-        is_scored = output.prompt_logprobs is not None
-        answer = scores(output, request) if is_scored else completion(output, request.version_starts)
-        request.future.set_result(answer)
+        if output.prompt_logprobs is not None:
+            return request.future.set_result(scores(output, request))
+        sampled = completion(output, request.version_starts)
+        if self._cache is not None:
+            blocks = vllm_internals.blocks(self._engine, request.engine_id, self._cache)
+            num_tokens = len(output.prompt_token_ids) + len(sampled.tokens) - 1
+            sampled.routed_experts = self.model.routing.read(blocks, num_tokens)
+        request.future.set_result(sampled)
 
     # The engine's thread: new weights.
 

@@ -35,6 +35,11 @@ class PagedAttention(Module):
         """Positions that a query attends to, its own included; None: all before it."""
         has_sinks: bool = False
 
+        @property
+        def name(self) -> str:
+            """vLLM's name of the layer."""
+            return f"layers.{self.layer}.attention"
+
     def __init__(self, config: Config):
         super().__init__()
         from vllm.config import get_current_vllm_config
@@ -48,7 +53,7 @@ class PagedAttention(Module):
             num_kv_heads=config.n_kv_heads,
             cache_config=vllm_config.cache_config,
             quant_config=None,
-            prefix=f"layers.{config.layer}.attention",
+            prefix=config.name,
             per_layer_sliding_window=config.window,
             **({} if self.sinks is None else {"sinks": self.sinks}),  # some backends have no such argument
         )

@@ -21,19 +21,20 @@ from torchtitan.protocols.model_spec import ModelSpec
 
 from torchtitan_rl.engine.kernels import PackedLinear, changed, with_kernels
 from torchtitan_rl.engine.layers import PagedAttention, PagedSinkAttention, StateCache
+from torchtitan_rl.engine.routing_record import RecordingRouter, RoutingRecord
 from torchtitan_rl.engine.slices import RowParallelLinear, SlicedExperts
 from torchtitan_rl.families.biased_blocks import SinkAttention
 from torchtitan_rl.families.delta_net import DeltaNet, Qwen35Attention
-from torchtitan_rl.model.experts import BiasedExperts
+from torchtitan_rl.model.experts import BiasedExperts, Router
 
 __all__ = ["generator_spec", "whole_parameters"]
 
 
-def generator_spec(spec: ModelSpec, tensor_parallel_degree: int) -> ModelSpec:
-    """A new spec for one generator rank; `spec` stays unchanged.
+def generator_spec(spec: ModelSpec, tensor_parallel_degree: int, record: RoutingRecord | None = None) -> ModelSpec:
+    """A new spec for one generator rank; `spec` stays unchanged. With a record the routers write their choices to it.
 
     Raises ValueError unless the degree divides attention heads, KV heads, the heads of delta nets and the feed-forward
-    size.
+    size, and for a family's own router where a record is asked for.
     """
     tp = tensor_parallel_degree
     model = copy.deepcopy(spec.model)
@@ -50,6 +51,8 @@ def generator_spec(spec: ModelSpec, tensor_parallel_degree: int) -> ModelSpec:
             layer.feed_forward = _feed_forward(layer.feed_forward, tp)
         elif tp > 1:
             layer.moe = _mixture(layer.moe, tp)
+    if record is not None:
+        _record_routing(model.layers, record)
     return dataclasses.replace(spec, model=with_kernels(model))
 
 
@@ -173,6 +176,19 @@ def _mixture(moe: MoE.Config, tp: int) -> MoE.Config:
         routed_experts=SlicedExperts.Config(inner_experts=inner, token_dispatcher=routed.token_dispatcher),
         shared_experts=None if shared is None else _feed_forward(shared, tp),
     )
+
+
+def _record_routing(layers: list, record: RoutingRecord) -> None:
+    inner = [layer.attention.inner_attention for layer in layers if layer.attention is not None]
+    record.attention_layer = next(attention.name for attention in inner if attention.window is None)
+    for number, layer in enumerate(layer for layer in layers if layer.moe is not None):
+        if not isinstance(layer.moe.router, Router.Config):
+            raise ValueError(
+                f"generator.record_routing=True: a router of class {type(layer.moe.router).__qualname__} does not say "
+                "which experts it has chosen; use algorithm.expert_routing='own'"
+            )
+        router = changed(layer.moe.router, RecordingRouter.Config, layer=number, record=record)
+        layer.moe = dataclasses.replace(layer.moe, router=router)
 
 
 def _column_parallel(config: Linear.Config, tp: int) -> Linear.Config:

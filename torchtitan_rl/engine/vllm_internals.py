@@ -15,6 +15,8 @@ CPU) and V2 (`vllm/v1/worker/gpu/model_runner.py`). vLLM takes V2 where Triton r
 | `get_tp_group().broadcast_object`, `.cpu_group` | above the runner | as V1 |
 | `_CPUSHMDistributed.make_group_name` | replaced in `adapters.py`, CPU ranks | not used on a GPU |
 | `runner.sampler.topk_topp_sampler.forward` | replaced in `noise.py` | draws by seed and position itself |
+| `runner.kv_cache_config`, `runner.requests[...].block_ids` | a request's places in the cache | other names |
+| `get_forward_context().slot_mapping` | read in `routing_record.py` | not used |
 | `runner.input_batch`: `logitsprocs`, `num_tokens_no_spec`, `num_prompt_tokens` | read in `noise.py` | no |
 | `KVCacheConfig.needs_kv_cache_zeroing` | replaced in `adapters.py` while an engine is built | as V1 |
 | `torch.ops._C.fused_gumbel_argmax` | called in `noise.py`, on a CPU | no |
@@ -32,6 +34,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,6 +50,9 @@ __all__ = [
     "model",
     "reload_weights",
     "num_sampled",
+    "CacheGroup",
+    "cache_group",
+    "blocks",
     "from_leader",
     "from_all",
     "shut_down",
@@ -97,6 +103,28 @@ def reload_weights(engine: LLMEngine, spec: ModelSpec, tensors: dict[str, torch.
 def num_sampled(engine: LLMEngine, engine_id: str) -> int:
     """How many tokens of an unfinished request have been sampled."""
     return len(engine.output_processor.request_states[engine_id].detokenizer.output_token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """Layers whose keys and values of a token lie at one slot of the cache."""
+
+    index: int
+    num_blocks: int
+    block_size: int
+
+
+def cache_group(engine: LLMEngine, attention_layer: str) -> CacheGroup:
+    """The group of an attention layer, by vLLM's name of the layer."""
+    config = runner(engine).kv_cache_config
+    groups = enumerate(config.kv_cache_groups)
+    index, group = next((i, group) for i, group in groups if attention_layer in group.layer_names)
+    return CacheGroup(index, config.num_blocks, group.kv_cache_spec.block_size)
+
+
+def blocks(engine: LLMEngine, engine_id: str, group: CacheGroup) -> list[int]:
+    """The blocks of the cache that a request has, or had when it finished in the last step; V1 alone."""
+    return runner(engine).requests[engine_id].block_ids[group.index]
 
 
 def from_leader(command: Any) -> Any:

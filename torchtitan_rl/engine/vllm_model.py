@@ -18,6 +18,7 @@ from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.engine.kernels import pack_matrices
 from torchtitan_rl.engine.layers import shard_for_rank, state_dtypes
 from torchtitan_rl.engine.plan import generator_spec
+from torchtitan_rl.engine.routing_record import RoutingRecord
 from torchtitan_rl.families import DecoderShape
 from torchtitan_rl.model.module_state import places
 from torchtitan_rl.model.row_blocks import copy_all, row_blocks
@@ -31,6 +32,7 @@ class EngineShape:
     """The sizes of the model, as vLLM's `additional_config`: vLLM itself reads the config.json."""
 
     shape: DecoderShape
+    record_routing: bool = False
 
     def compute_hash(self) -> str:
         """What vLLM asks of an additional config: equal for equal sizes."""
@@ -44,11 +46,14 @@ class TorchtitanForCausalLM(nn.Module):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__()
-        shape = vllm_config.additional_config.shape
+        shape, records = vllm_config.additional_config.shape, vllm_config.additional_config.record_routing
         self.tp_rank, self.tp_size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         # vLLM's warm-up may have as many positions as an iteration has tokens.
         longest = max(vllm_config.model_config.max_model_len, vllm_config.scheduler_config.max_num_batched_tokens)
-        spec = generator_spec(with_positions(build_spec(ModelConfig(shape=shape)), longest), self.tp_size)
+        self.routing = RoutingRecord(shape) if records and self.tp_rank == 0 else None
+        """What the routers of rank 0 choose, which the other ranks' choose too; None: nobody asks."""
+        whole = with_positions(build_spec(ModelConfig(shape=shape)), longest)
+        spec = generator_spec(whole, self.tp_size, self.routing)
         self.decoder = spec.model.build()
         self.decoder.requires_grad_(False)
         pack_matrices(self.decoder)  # compiled code keeps the operators of its first call, which is before any weights

@@ -2,7 +2,8 @@
 
 torchtitan's experts multiply in bf16 whatever the model's dtype, and torchtitan's router asks autocast for fp32, which
 a CPU does not give. `Experts` multiplies in the dtype of the input, and `Gate` chooses experts in fp32 in trainer and
-generator. Shape letters: R rows routed to this rank's experts, D model size, F inner size, G = 2 F, E experts.
+generator. `Router` can take the experts that a generator has chosen. Shape letters: R rows routed to this rank's
+experts, D model size, F inner size, G = 2 F, E experts, K experts of a token.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torchtitan.models.common.linear import Linear
-from torchtitan.models.common.moe import GroupedExperts, MoE
+from torchtitan.models.common.moe import GroupedExperts, MoE, TokenChoiceTopKRouter
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, ScaleBiasForward, swiglu
 
 from torchtitan_rl import adapters
 
-__all__ = ["Experts", "BiasedExperts", "Gate", "ExpertLayer"]
+__all__ = ["Experts", "BiasedExperts", "Gate", "Router", "ExpertLayer"]
 
 adapters.adapt_torchtitan()
 
@@ -86,6 +87,67 @@ class Gate(Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return F.linear(input.float(), self.weight.float(), None if self.bias is None else self.bias.float())
+
+
+class Router(TokenChoiceTopKRouter):
+    """torchtitan's router, which can be asked to send the tokens of its next forwards to experts chosen elsewhere.
+
+    The chosen experts are weighted by this router's own scores of them, so that gradients reach the router: with
+    softmax scores and `route_norm` the weights are a softmax over the chosen experts alone, as in rollout routing
+    replay, arXiv:2510.11370."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(TokenChoiceTopKRouter.Config):
+        pass
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self._expected_BLK: torch.Tensor | None = None
+        self._replays = False
+        self.agreement: dict[str, torch.Tensor] = {}
+        """Of the last forward, each bool (B, L): `experts`, whether a token was sent to the expected experts, and
+        `choice`, whether this router would have chosen them. Empty before a forward with expected experts."""
+
+    def expect(self, experts_BLK: torch.Tensor | None, *, replays: bool = False) -> None:
+        """Sets the experts of another program for the tokens of every forward until the next call, int64 (B, L, K), the
+        same on every tensor-parallel rank. `replays`: tokens are sent to them; else the forward compares only. None:
+        nothing is compared."""
+        self._expected_BLK, self._replays, self.agreement = experts_BLK, replays, {}
+
+    def forward(
+        self, x_BLD: torch.Tensor, expert_bias_E: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Scores (B, L, K) and numbers (B, L, K) of each token's experts, and the scores of all experts (B, L, E)."""
+        scores_BLK, experts_BLK, scores_BLE = super().forward(x_BLD, expert_bias_E)
+        if self._expected_BLK is None:
+            return scores_BLK, experts_BLK, scores_BLE
+        expected_BLK = _cut_as(experts_BLK, self._expected_BLK)
+        choice_BL = _same_experts(experts_BLK, expected_BLK)
+        if self._replays:
+            experts_BLK, scores_BLK = expected_BLK, scores_BLE.gather(-1, expected_BLK)
+            if self.route_norm:
+                scores_BLK = scores_BLK / (scores_BLK.sum(-1, keepdim=True) + 1e-20)  # as torchtitan's router
+            scores_BLK = scores_BLK * self.route_scale
+        self.agreement = {"experts": _same_experts(experts_BLK, expected_BLK), "choice": choice_BL}
+        return scores_BLK, experts_BLK, scores_BLE
+
+
+def _cut_as(like: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """The whole tensor of every rank in the layout of another: without communication, each rank keeps its part."""
+    if not isinstance(like, DTensor):
+        return whole
+    mesh = like.device_mesh
+    everywhere = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return everywhere.redistribute(mesh, like.placements)
+
+
+@torch.no_grad()
+def _same_experts(one_BLK: torch.Tensor, other_BLK: torch.Tensor) -> torch.Tensor:
+    """Whether two tensors of one layout name the same experts, in any order; bool (B, L) in that layout."""
+    if isinstance(one_BLK, DTensor) and isinstance(other_BLK, DTensor):
+        same_BL = _same_experts(one_BLK.to_local(), other_BLK.to_local())
+        return DTensor.from_local(same_BL, one_BLK.device_mesh, one_BLK.placements, run_check=False)
+    return (one_BLK.sort(-1).values == other_BLK.sort(-1).values).all(-1)
 
 
 class ExpertLayer(MoE):

@@ -18,6 +18,7 @@ adapters.adapt_torchtitan()
 
 from torchtitan.models.common.attention import VarlenAttention  # noqa: E402
 from torchtitan.models.common.decoder_sharding import dense_param_placement  # noqa: E402
+from torchtitan.models.common.moe import TokenChoiceTopKRouter  # noqa: E402
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts  # noqa: E402
 from torchtitan.protocols.model_spec import ModelSpec  # noqa: E402
 from torchtitan.protocols.sharding import ShardingConfig  # noqa: E402
@@ -26,7 +27,7 @@ from torchtitan_rl.config.model import ModelConfig  # noqa: E402
 from torchtitan_rl.families.blocks import NORMAL  # noqa: E402
 from torchtitan_rl.families.qwen3 import flavor_spec  # noqa: E402
 from torchtitan_rl.model.attention import PackedSDPA  # noqa: E402
-from torchtitan_rl.model.experts import BiasedExperts, ExpertLayer, Experts, Gate  # noqa: E402
+from torchtitan_rl.model.experts import BiasedExperts, ExpertLayer, Experts, Gate, Router  # noqa: E402
 from torchtitan_rl.model.files import read_shape  # noqa: E402
 from torchtitan_rl.model.logprob_head import LogprobHead  # noqa: E402
 from torchtitan_rl.model.value_head import ValueHead  # noqa: E402
@@ -41,6 +42,8 @@ def build_spec(config: ModelConfig) -> ModelSpec:
     for layer in spec.model.layers:
         if layer.moe is not None:
             moe = layer.moe = _recast(layer.moe, ExpertLayer.Config)
+            if type(moe.router) is TokenChoiceTopKRouter.Config:  # a family's own router stays
+                moe.router = _recast(moe.router, Router.Config)
             moe.router.gate = _recast(moe.router.gate, Gate.Config)
             experts = moe.routed_experts.inner_experts
             biased = isinstance(experts, GptOssGroupedExperts.Config)

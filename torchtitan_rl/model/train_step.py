@@ -11,6 +11,7 @@ from torchtitan.distributed.utils import clip_grad_norm_
 from torchtitan.models.common.attention import create_varlen_metadata_for_document
 
 from torchtitan_rl.algorithm.losses import sampled_metrics
+from torchtitan_rl.model import routing_replay
 from torchtitan_rl.model.attention import PackedDocuments, PackedSDPA
 from torchtitan_rl.model.shared_prefix import SharedPrefix
 from torchtitan_rl.record.tracing import span
@@ -53,6 +54,7 @@ def head_outputs(
         )
     targets = F.pad(targets, (0, 0) * (targets.dim() - 1) + (0, padding)).to(device)
     (model.lm_head.ask if extra else model.lm_head.target)(targets, temperature, **extra)
+    routing_replay.expect(model, batch.routing, padding=padding, device=device)
     outputs = model(tokens_T[None], positions=positions_T[None], attention_masks=masks)
     rows = {name: rows_1T[0, :num_tokens] for name, rows_1T in outputs.items()}
     if prefix is None:
@@ -85,6 +87,8 @@ def accumulate_gradients(
         inputs = LossInputs(**outputs, datum=datum_T, num_datums=len(batch.lengths), tensors=tensors, turns=batch.turns)
         loss, metrics = loss_fn(inputs)
         metrics = {**sampled_metrics(inputs), **metrics}
+        if batch.routing is not None:
+            metrics |= routing_replay.agreement(model, tensors["loss_mask"])
         with span("backward"):
             (loss * loss_weight).backward()
         result.loss += loss.item()

@@ -3,17 +3,21 @@ again.
 
 A group is kept as `run_group` returned it, before hooks, filters and penalties, which a resumed run applies again. The
 file in a checkpoint has a line of JSON per draw, `{"draw": "37/0", "task": id of the task, "group": {...}}`, or
-`{"draw": "37/0", "why": "..."}` for a group that is not plain data. Tasks are not written: the draws give them.
+`{"draw": "37/0", "why": "..."}` for a group that is not plain data. Tasks are not written: the draws give them. Experts
+of tokens are the base64 of their bytes, with shape and dtype; a completion without them has no such field.
 """
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import functools
 import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from torchtitan_rl.record.json_lines import parsed
 from torchtitan_rl.types import Completion, Rollout, RolloutGroup, Task, Turn
@@ -102,7 +106,7 @@ def _line(group: RolloutGroup, draw: str, task: Task) -> GroupLine:
             return {"draw": draw, "why": f"rollout {rollout.id} has another task than its draw"}
     rollouts = [
         _fields(rollout, without="task")
-        | {"turns": [_fields(turn) | {"completion": _fields(turn.completion)} for turn in rollout.turns]}
+        | {"turns": [_fields(turn) | {"completion": _completion_fields(turn.completion)} for turn in rollout.turns]}
         for rollout in group.rollouts
     ]
     return {"draw": draw, "task": task.id, "group": _fields(group) | {"rollouts": rollouts}}
@@ -111,6 +115,23 @@ def _line(group: RolloutGroup, draw: str, task: Task) -> GroupLine:
 def _fields(item: Any, without: str = "") -> dict[str, Any]:
     names = _names(type(item))  # type: ignore[arg-type]  # a class has a hash
     return {name: _copied(getattr(item, name)) for name in names if name != without}
+
+
+def _completion_fields(completion: Completion) -> dict[str, Any]:
+    fields, experts = _fields(completion, without="routed_experts"), completion.routed_experts
+    if experts is not None:
+        data = base64.b64encode(experts.contiguous().numpy().tobytes()).decode()
+        fields["routed_experts"] = {"dtype": str(experts.dtype), "shape": list(experts.shape), "base64": data}
+    return fields
+
+
+def _completion(fields: dict[str, Any]) -> Completion:
+    fields = {name: _copied(value) for name, value in fields.items()}
+    if experts := fields.get("routed_experts"):
+        data = bytearray(base64.b64decode(experts["base64"]))
+        flat = torch.frombuffer(data, dtype=getattr(torch, experts["dtype"].removeprefix("torch.")))
+        fields["routed_experts"] = flat.reshape(experts["shape"])
+    return Completion(**fields)
 
 
 @functools.cache
@@ -130,7 +151,7 @@ def _group(group_fields: dict[str, Any], task: Task) -> RolloutGroup:
     for rollout in group_fields["rollouts"]:
         turns = []
         for turn in rollout["turns"]:
-            completion = Completion(**{name: _copied(value) for name, value in turn["completion"].items()})
+            completion = _completion(turn["completion"])
             turns.append(Turn(**{name: _copied(value) for name, value in turn.items()} | {"completion": completion}))
         fields = {name: _copied(value) for name, value in rollout.items()}
         rollouts.append(Rollout(**fields | {"task": task, "turns": turns}))

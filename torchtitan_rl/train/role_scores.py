@@ -10,6 +10,7 @@ from torchtitan_rl.algorithm.distill import teacher_request, with_teacher
 from torchtitan_rl.algorithm.gae import with_gae
 from torchtitan_rl.algorithm.inputs import with_inputs, without_inputs
 from torchtitan_rl.algorithm.returns import with_kl_returns
+from torchtitan_rl.algorithm.routed_data import without_routing
 from torchtitan_rl.algorithm.terms import with_kl_reward
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.dispatch.training_client import TrainingClient
@@ -31,8 +32,11 @@ async def with_roles(
     A critic's advantages are per token and stay in the datums: `advantages` of a group becomes None, unless the group
     has precomputed advantages. With distillation that does not use rewards, `advantages` of every group becomes None.
     """
+    by_others = without_routing(data)
     waits = {
-        role: client.forward(data, **(teacher_request(config.distill) if role == "teacher" else {}))
+        role: client.forward(
+            data if role == "policy" else by_others, **(teacher_request(config.distill) if role == "teacher" else {})
+        )
         for role, client in roles.items()
         if role in _SCORE_BATCHES or (role == "policy" and config.scores_each_batch)
     }
@@ -85,7 +89,7 @@ def critic_step(
     """Submits an optimizer step of the critic. The awaitable adds the critic's metrics to `line`, and returns the
     step."""
     forward_backward = critic.forward_backward(
-        without_inputs(data, "soft_tokens", "soft_shares", "teacher_hidden"),
+        without_inputs(without_routing(data), "soft_tokens", "soft_shares", "teacher_hidden"),
         config.critic_loss_fn,
         loss_config=config.critic_loss_config,
     )

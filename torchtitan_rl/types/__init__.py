@@ -4,6 +4,7 @@ from torchtitan_rl.types.calls import Accumulated, ForwardBackwardOutput, Microb
 from torchtitan_rl.types.completions import NEUTRAL, Request, SamplingParams, Scores
 from torchtitan_rl.types.data import Completion, Datum, LossFunction, LossInputs, Rollout, RolloutGroup, Task, Turn
 from torchtitan_rl.types.reward_bounds import A_REWARD, MAX_REWARD, is_float32, is_reward
+from torchtitan_rl.types.routing import Routing
 
 __all__ = [
     "A_REWARD",
@@ -20,6 +21,7 @@ __all__ = [
     "Rollout",
     "RolloutGroup",
     "Datum",
+    "Routing",
     "LossInputs",
     "LossFunction",
     "Microbatch",

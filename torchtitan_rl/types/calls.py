@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from torchtitan_rl.types.routing import Routing
 from torchtitan_rl.types.turns import Turns
 
 __all__ = ["Microbatch", "Accumulated", "OptimParams", "ForwardBackwardOutput", "OptimStepOutput"]
@@ -27,6 +28,8 @@ class Microbatch:
     shared: list[int] | None = None
     """Of each datum, how many of its first tokens the last datum before it with 0 here begins with too, with the same
     targets: they are computed there alone. None: every datum is computed whole."""
+    routing: Routing | None = None
+    """The generator's experts of each token; see `Datum.routing`."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from torchtitan_rl import html
+from torchtitan_rl.types.routing import Routing
 from torchtitan_rl.types.turns import Turns, missing
 
 __all__ = ["Task", "Completion", "Turn", "Rollout", "RolloutGroup", "Datum", "LossInputs", "LossFunction"]
@@ -52,6 +53,9 @@ class Completion:
     """`"stop"` (a stop token or string) or `"length"` (the token limit)."""
     filtered: str = ""
     """The settings (`SamplingParams.altered`) that altered the policy's distribution; training refuses such tokens."""
+    routed_experts: torch.Tensor | None = None
+    """(tokens, layers, K), see `Routing.experts`: of the prompt and of every sampled token but the last, which nothing
+    has read. None: the generator does not record them (`generator.record_routing`)."""
 
     @property
     def truncated(self) -> bool:
@@ -160,6 +164,8 @@ class Datum:
     """Index of the datum's rollout in the batch; a rollout whose turns do not extend each other has several datums."""
     turns: Turns | None = None
     """Where the datum's turns are; None: not known, and no loss can read `position` or `turn`."""
+    routing: Routing | None = None
+    """The generator's experts of each of `tokens`; None: not known, and the trainer's routers choose."""
 
     def __post_init__(self) -> None:
         length = len(self.tokens)
@@ -188,6 +194,8 @@ class Datum:
                 )
         if self.tokens.dim() != 1:
             raise ValueError(f"datum.tokens: has shape {tuple(self.tokens.shape)}; give (T,)")
+        if self.routing is not None:
+            self.routing.check(length)
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -42,6 +42,11 @@ def _refusals(config: RunConfig, generators_only: bool) -> Iterator[str]:
         yield "algorithm.entropy_control: backend='tinker' answers no entropy to follow; leave it out"
     if algorithm.minibatch_reads_entropy:
         yield "algorithm.minibatch_fn: backend='tinker' answers no entropy, which it reads; use another"
+    if algorithm.expert_routing != "own":
+        yield (
+            f"algorithm.expert_routing={algorithm.expert_routing!r}: Tinker's protocol carries no experts of tokens, "
+            "and backend='tinker' trains through it; use 'own'"
+        )
     if algorithm.distill is not None:
         yield "algorithm.distill: backend='tinker' has no teacher; leave it out"
     if algorithm.asks_teacher:

@@ -27,6 +27,7 @@ from torchtitan_rl.validation.lag import check_lag_settings
 from torchtitan_rl.validation.preference import check_preference
 from torchtitan_rl.validation.record import check_profile, check_sinks
 from torchtitan_rl.validation.roles import check_roles
+from torchtitan_rl.validation.routing import check_expert_routing
 from torchtitan_rl.validation.sampling import check_limits, check_sampling
 from torchtitan_rl.validation.trainer import check_context, check_degree, check_trainer
 
@@ -56,6 +57,7 @@ def validate(config: RunConfig) -> None:
     check_own_model(config.generator, shape)
     if shape.experts is not None:
         check_generator_of_experts(config, shape)
+    check_expert_routing(config, shape)
     check_limits(config)
     check_sampling(config)
     check_degree("generator.tensor_parallel_degree", config.generator.tensor_parallel_degree, shape)

@@ -156,7 +156,7 @@ def test_several_replicas_that_are_replaced_have_a_spare(replicas, restarts, ask
 
 def test_explicit_lengths_stay():
     config = run_config()
-    config.generator.num_spares = 0
+    config.generator.num_spares, config.generator.record_routing = 0, False
     assert settled(config) is config
     defaults = RunConfig(name="", task=LetterSort.Config(), model=ModelConfig())
     assert settled(defaults).trainer.training.seq_len == 1024

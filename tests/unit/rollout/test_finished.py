@@ -24,6 +24,24 @@ def rollout(number, **changed):
     return made
 
 
+def test_experts_of_tokens_come_back_exactly_and_are_no_field_without_any(tmp_path):
+    def group():
+        return RolloutGroup(id="0/0", rollouts=[rollout(0), rollout(1)])
+
+    one = group()
+    experts = torch.randint(300, (4, 2, 3), generator=torch.Generator().manual_seed(0)).to(torch.int16)
+    one.rollouts[0].turns[0].completion.routed_experts = experts
+    finished = played(one)
+    write(tmp_path / "groups.jsonl", finished.since(0))
+    [line] = read(tmp_path / "groups.jsonl")
+    again = FinishedGroups()
+    assert again.restore([line]) == []
+    first, second = (rollout.turns[0].completion for rollout in again.take("0/0", TASK).rollouts)
+    assert first.routed_experts.dtype == torch.int16 and torch.equal(first.routed_experts, experts)
+    assert second.routed_experts is None
+    assert "routed_experts" not in line["group"]["rollouts"][1]["turns"][0]["completion"]
+
+
 def played(*groups):
     """The groups that were played for the slots from 0 on, kept."""
     finished = FinishedGroups()

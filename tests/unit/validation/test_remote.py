@@ -42,6 +42,7 @@ def test_the_quickstart_is_offered_and_exports_nothing(config):
             top_entropy,
             r"algorithm\.minibatch_fn: backend='tinker' answers no entropy, which it",
         ),
+        ("algorithm.expert_routing", "replay", r"algorithm\.expert_routing='replay': Tinker's protocol carries no"),
         ("sampling.stop", ["."], r"sampling\.stop=\['\.'\]: in Tinker's protocol texts"),
         ("controller.eval_sampling.min_p", 0.1, r"controller\.eval_sampling\.min_p=0\.1: backend='tinker' has no such"),
         ("controller.checkpoint_export", "all", r"controller\.checkpoint_export='all': backend='tinker' keeps weights"),
