@@ -12,7 +12,7 @@ from torchtitan_rl.tasks.family import stable_hash
 from torchtitan_rl.tasks.letter_sort import LetterSort, made_up_answer
 
 SHAPE = rl.Qwen3Shape(
-    vocab_size=64, dim=64, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=16, hidden_dim=192, max_seq_len=512
+    vocab_size=64, dim=64, n_layers=3, n_heads=2, n_kv_heads=1, head_dim=32, hidden_dim=192, max_seq_len=512
 )
 
 

@@ -88,7 +88,14 @@ def pretended(world: World, config: RunConfig) -> Iterator[None]:
 def _inputs(config: RunConfig) -> Inputs:
     family = config.task.build()
     source = source_of(family, "train", config.seed)
-    return Inputs(tokenizer=Tokenizer(), family=family, source=source, supervised_family=family, eval_families={})
+    return Inputs(
+        tokenizer=Tokenizer(),
+        family=family,
+        source=source,
+        supervised_family=family,
+        preference_family=family,
+        eval_families={},
+    )
 
 
 def _nothing(*args: Any, **named: Any) -> None:
