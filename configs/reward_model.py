@@ -5,8 +5,8 @@ A frozen classifier on a mesh of its own scores each rollout. First make the cla
     .venv/bin/python scripts/train_reward_model.py
     torchtitan-rl train configs/reward_model.py --roles.reward-model.model.assets runs/letter_sort_reward_model
 
-Accuracies of evaluations are by the task's own reward. With the classifier as the script makes it now the accuracy that
-is reached has not been measured; docs/rewards.md says what a narrower one did.
+Accuracies of evaluations are by the task's own reward. It falls: the policy finds what the classifier mistakes for good
+(docs/rewards.md has the figures).
 
 Differs from the quickstart:
 - task.min_letters: 3, not 4; a smaller task, for two minutes
