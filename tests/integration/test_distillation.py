@@ -122,9 +122,12 @@ def test_the_kl_is_that_of_the_two_models_distributions_and_training_lowers_it(
 def test_the_entropy_is_that_of_the_whole_distribution(loop, clients):
     (made, _), data = clients, random_datums(5, seed=4)
     client = made["tied"]
-    assert loop.run_until_complete(client.forward(data)).entropy == []
-    output = loop.run_until_complete(client.forward(data, entropy=True))
-    logp_TV = loop.run_until_complete(distributions(client, data))
+
+    async def scored():
+        return await client.forward(data), await client.forward(data, entropy=True), await distributions(client, data)
+
+    plain, output, logp_TV = loop.run_until_complete(scored())
+    assert plain.entropy == []
     assert [row.shape for row in output.entropy] == [(len(datum),) for datum in data]
     assert torch.cat(output.entropy).numpy() == pytest.approx(-(np.exp(logp_TV) * logp_TV).sum(1), rel=1e-5)
 

@@ -39,6 +39,65 @@ def sequences(split: str, num: int, **config) -> pairs.Sequences:
     return [row for index in range(num) for row in pair_tokens(family.task(split, index), policy)]
 
 
+# First in this file: a local run has the process to itself, as have the meshes of the other tests.
+def small(path, **overrides):
+    config = small_config(path, controller__checkpoint_every=1, controller__keep_last=-1, **overrides)
+    config.task = LetterSort.Config(pairs=True)
+    config.preference = PreferenceConfig(num_steps=4, batch_size=4, lr=1e-3, eval_pairs=8)
+    config.controller.num_steps, config.roles.reference = 0, RoleConfig()
+    return config
+
+
+async def run(config, *, resume_from: str = "", stop_before: int | None = None) -> dict:
+    """Trains; asks the run to stop once it has made so many steps of the preference phase. Returns the parameters of
+    policy and reference."""
+    async with await Controller.launch(config, backend="local", resume_from=resume_from) as controller:
+        take = controller.stop.reason
+
+        def reason() -> str:
+            if controller.state.phase == "preference" and controller.state.phase_step == stop_before:
+                controller.stop.ask("a test")
+            return take()
+
+        controller.stop.reason = reason
+        report = await controller.train()
+        return {
+            "report": report,
+            "policy": flat(await controller.trainer.parameters()),
+            "reference": flat(await controller.role("reference").parameters()),
+        }
+
+
+def lines_of(path) -> list[dict]:
+    clocked = ("time/", "perf/")
+    return [
+        {name: x for name, x in line.items() if not name.startswith(clocked) and not name.endswith("_per_s")}
+        for line in RunDir(path).read_metrics()
+        if line["phase"] == "preference"
+    ]
+
+
+def test_a_run_with_dpo_begins_at_its_reference_and_is_resumed_to_the_byte(loop, tmp_path):
+    whole = loop.run_until_complete(run(small(tmp_path / "whole")))
+    lines = lines_of(tmp_path / "whole")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert lines[0]["rewards/chosen"] == lines[0]["rewards/rejected"] == 0  # the policy is the reference
+    assert lines[0]["loss/mean"] == pytest.approx(0.693147, abs=1e-6)
+    assert lines[1]["rewards/margin"] != 0
+    assert "rewards/validation_accuracy" in lines[-1] and "rewards/validation_accuracy" not in lines[0]
+    assert torch.equal(whole["policy"], whole["reference"])  # reinforcement would start here
+    assert whole["report"].keys() == {"before preference", "warm start", "validation", "test"}
+    names = {path.name for path in (tmp_path / "whole" / "checkpoints").glob("*-*")}
+    assert names == {"supervised-1", "preference-1", "preference-2", "preference-3", "step-0"}
+
+    config = small(tmp_path / "stopped")
+    with pytest.raises(Preempted):
+        loop.run_until_complete(run(config, stop_before=2))
+    resumed = loop.run_until_complete(run(config, resume_from="latest"))
+    assert lines_of(tmp_path / "stopped") == lines
+    assert torch.equal(resumed["policy"], whole["policy"])
+
+
 @pytest.fixture(scope="module")
 def meshes(loop, tmp_path_factory):
     """A policy, a reference with other weights, and a critic."""
@@ -131,61 +190,3 @@ def test_a_reward_model_tells_pairs_apart_that_it_has_not_seen(loop, meshes):
     assert before["rewards/margin"] == before["rewards/accuracy"] == 0  # the head starts at 0
     assert after["rewards/accuracy"] >= 0.8 and after["rewards/margin"] > 0
     assert relative_l2(*split) <= 1e-5
-
-
-def small(path, **overrides):
-    config = small_config(path, controller__checkpoint_every=1, controller__keep_last=-1, **overrides)
-    config.task = LetterSort.Config(pairs=True)
-    config.preference = PreferenceConfig(num_steps=4, batch_size=4, lr=1e-3, eval_pairs=8)
-    config.controller.num_steps, config.roles.reference = 0, RoleConfig()
-    return config
-
-
-async def run(config, *, resume_from: str = "", stop_before: int | None = None) -> dict:
-    """Trains; asks the run to stop once it has made so many steps of the preference phase. Returns the parameters of
-    policy and reference."""
-    async with await Controller.launch(config, backend="local", resume_from=resume_from) as controller:
-        take = controller.stop.reason
-
-        def reason() -> str:
-            if controller.state.phase == "preference" and controller.state.phase_step == stop_before:
-                controller.stop.ask("a test")
-            return take()
-
-        controller.stop.reason = reason
-        report = await controller.train()
-        return {
-            "report": report,
-            "policy": flat(await controller.trainer.parameters()),
-            "reference": flat(await controller.role("reference").parameters()),
-        }
-
-
-def lines_of(path) -> list[dict]:
-    clocked = ("time/", "perf/")
-    return [
-        {name: x for name, x in line.items() if not name.startswith(clocked) and not name.endswith("_per_s")}
-        for line in RunDir(path).read_metrics()
-        if line["phase"] == "preference"
-    ]
-
-
-def test_a_run_with_dpo_begins_at_its_reference_and_is_resumed_to_the_byte(loop, tmp_path):
-    whole = loop.run_until_complete(run(small(tmp_path / "whole")))
-    lines = lines_of(tmp_path / "whole")
-    assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    assert lines[0]["rewards/chosen"] == lines[0]["rewards/rejected"] == 0  # the policy is the reference
-    assert lines[0]["loss/mean"] == pytest.approx(0.693147, abs=1e-6)
-    assert lines[1]["rewards/margin"] != 0
-    assert "rewards/validation_accuracy" in lines[-1] and "rewards/validation_accuracy" not in lines[0]
-    assert torch.equal(whole["policy"], whole["reference"])  # reinforcement would start here
-    assert whole["report"].keys() == {"before preference", "warm start", "validation", "test"}
-    names = {path.name for path in (tmp_path / "whole" / "checkpoints").glob("*-*")}
-    assert names == {"supervised-1", "preference-1", "preference-2", "preference-3", "step-0"}
-
-    config = small(tmp_path / "stopped")
-    with pytest.raises(Preempted):
-        loop.run_until_complete(run(config, stop_before=2))
-    resumed = loop.run_until_complete(run(config, resume_from="latest"))
-    assert lines_of(tmp_path / "stopped") == lines
-    assert torch.equal(resumed["policy"], whole["policy"])

@@ -302,8 +302,8 @@ def test_what_a_role_cannot_do_is_refused(loop, apart):
             RuntimeError, match="role='reference': is only scored; forward_backward needs one of policy, critic"
         ):
             await controller.role("reference").forward_backward(random_datums(2), importance_sampling)
-        with pytest.raises(RuntimeError, match="role='critic': has a value head"):
-            await controller.role("critic").save_hf_model(controller.run_dir.path / "no", eos=0, pad=0)
+        with pytest.raises(ValueError, match="role='critic' has a value head, neither tokens nor states"):
+            await controller.role("critic").forward(random_datums(2), top_k=2)
 
     loop.run_until_complete(refused())
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchtitan_rl.config.config_difference import differences, is_harmless
+from torchtitan_rl.config.derive import settled
 from torchtitan_rl.config.resolve import resolved
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.dispatch.policy_weights import PolicyWeights
@@ -108,7 +109,7 @@ def _candidates(checkpoints: Path) -> list[Path]:
 
 def _compared(saved: Path, config: RunConfig) -> list[str]:
     """The harmless changes of the config, as notes. Raises ValueError for the others."""
-    changed = differences(json.loads((saved / checkpoint.RUN_CONFIG).read_text()), resolved(config))
+    changed = differences(json.loads((saved / checkpoint.RUN_CONFIG).read_text()), resolved(settled(config)))
     texts = {path: f"{path}: was {before!r}, is {now!r}" for path, (before, now) in changed.items()}
     if harmful := [text for path, text in texts.items() if not is_harmless(path)]:
         more = f" and {len(harmful) - 3} more" if len(harmful) > 3 else ""
