@@ -92,7 +92,8 @@ OTHERS = {  # files that are no variants of the quickstart, and so do not say ho
 - task: LetterSortVerdicts.Config(), not LetterSort.Config()
 - model.shape.dim: 64, not 128
 - model.shape.n_layers: 3, not 4
-- model.shape.head_dim: 16, not 32
+- model.shape.n_heads: 2, not 4
+- model.shape.n_kv_heads: 1, not 2
 - model.shape.hidden_dim: 192, not 384
 - supervised.num_steps: 800, not 300
 - algorithm.tasks_per_step: 16, not 32
