@@ -22,11 +22,11 @@ def with_routing(data: list[Datum], turns: list[tuple[str, list[tuple[int, Turn]
     made = []
     for datum, (rollout, of_datum) in zip(data, turns, strict=True):
         parts: list[torch.Tensor] = []
-        known = 0
+        num_routed = 0
         for start, turn in of_datum:
             experts = _checked(turn, start, rollout)
-            parts.append(experts[known:])
-            known = len(experts)
+            parts.append(experts[num_routed:])
+            num_routed = len(experts)
         made.append(dataclasses.replace(datum, routing=Routing(experts=torch.cat(parts), replayed=replayed)))
     return made
 

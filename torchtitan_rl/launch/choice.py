@@ -156,10 +156,11 @@ def _misfit(config: RunConfig) -> str:
             return misfit
     if not any(has_weights(model) for _, model in trainers.values()):
         return ""
+    from torchtitan_rl.actors.operations import VALUE_ROLES
     from torchtitan_rl.weights.hf import weights_misfit  # torchtitan takes seconds, and other runs do not need it here
 
     misfits = (
-        weights_misfit(model, head=role not in ("critic", "reward_model"), score=role == "reward_model")
+        weights_misfit(model, head=role not in VALUE_ROLES, score=role == "reward_model")
         for role, (_, model) in trainers.items()
         if has_weights(model)
     )
@@ -172,8 +173,8 @@ def _checkpoint_misfit(checkpoint: Path, shape: DecoderShape) -> str:
     from torchtitan_rl.weights.saved_state import saved_sizes
 
     sizes = saved_sizes(model_dir(checkpoint))
-    needed = {"lm_head.weight": (1, shape.dim), "tok_embeddings.weight": (shape.vocab_size, shape.dim)}
-    for name, size in needed.items():
+    expected_sizes = {"lm_head.weight": (1, shape.dim), "tok_embeddings.weight": (shape.vocab_size, shape.dim)}
+    for name, size in expected_sizes.items():
         if (saved := sizes.get(f"model.{name}")) != size:
             there = "is not there" if saved is None else f"is {list(saved)}, not {list(size)}"
             return (

@@ -40,12 +40,12 @@ def score(
     began = time.time()
     result = Accumulated(rows={}, loss=0.0, sums={})
     extra = {"top_k": top_k, "hidden": hidden} if top_k or hidden else {}
-    wanted = _ROWS.keys() if entropy else _ROWS.keys() - {"entropy"}  # the head always computes it
+    names = _ROWS.keys() if entropy else _ROWS.keys() - {"entropy"}  # the head always computes it
     with torch.no_grad():
         for batch in batches:
             with span("forward"):
                 outputs = head_outputs(model, batch, device, temperature=temperature, multiple_of=multiple_of, **extra)
-            for name in outputs.keys() & wanted:
+            for name in outputs.keys() & names:
                 add_rows(result, name, outputs[name].to(_ROWS[name] or outputs[name].dtype), batch.lengths)
     # Without a backward FSDP leaves the last group gathered: `model.parameters()` would not be the optimizer's.
     for module in model.modules():

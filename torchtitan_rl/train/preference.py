@@ -144,8 +144,8 @@ async def prefer(
 
 async def _of_validation(trainer: PairTrainer, family: TaskFamily, player: Rollouts) -> dict[str, float]:
     """Loss and accuracy on the first pairs of the validation split, which never train."""
-    size, wanted = family.num_tasks("validation"), trainer.config.eval_pairs
-    tasks = [family.task("validation", index) for index in range(wanted if size is None else min(size, wanted))]
+    size, num_pairs = family.num_tasks("validation"), trainer.config.eval_pairs
+    tasks = [family.task("validation", index) for index in range(num_pairs if size is None else min(size, num_pairs))]
     numbers_N = await trainer.numbers(trainer.datums(player.pairs(tasks)))
     loss, _ = pairs.pair_loss(numbers_N, trainer.loss_fn)
     accuracy = pairs.pair_metrics(numbers_N, trainer.reward_scale)["rewards/accuracy"]
