@@ -18,17 +18,16 @@ def summary_rows(controller: Controller, report: dict[str, Evaluation], curve: P
     config, path, warm = controller.config.controller, controller.run_dir.path, report["warm start"]
     rows = []
     if (before := report.get("before preference")) is not None:
-        accuracy = f"{before.accuracy:.3f}{before.failed_text()}"
-        rows.append(("greedy accuracy before the preference phase (validation)", accuracy))
-    rows.append(("greedy accuracy before reinforcement (validation)", f"{warm.accuracy:.3f}{warm.failed_text()}"))
+        rows.append(("greedy accuracy before the preference phase (validation)", _accuracy(before)))
+    if config.num_steps:
+        rows.append(("greedy accuracy before reinforcement (validation)", _accuracy(warm)))
     if warm.pass_at_k is not None:
-        rows.append((f"pass@{config.pass_at_k} before reinforcement (validation)", f"{warm.pass_at_k:.3f}"))
+        phase = "before reinforcement" if config.num_steps else "at the end"
+        rows.append((f"pass@{config.pass_at_k} {phase} (validation)", f"{warm.pass_at_k:.3f}"))
+    phase = "after reinforcement" if config.num_steps else "at the end"
     for name in ("validation", *config.eval_sets):
-        result = report[name]
-        rows.append((f"greedy accuracy after reinforcement ({name})", f"{result.accuracy:.3f}{result.failed_text()}"))
-    test = report["test"]
-    looked_at = "greedy accuracy after reinforcement (test, looked at once)"
-    rows.append((looked_at, f"{test.accuracy:.3f}{test.failed_text()}"))
+        rows.append((f"greedy accuracy {phase} ({name})", _accuracy(report[name])))
+    rows.append((f"greedy accuracy {phase} (test, looked at once)", _accuracy(report["test"])))
     if controller.ended_early:
         rows.append(("stopped early", controller.ended_early))
     rows.append(("curve", str(curve)))
@@ -36,6 +35,10 @@ def summary_rows(controller: Controller, report: dict[str, Evaluation], curve: P
     rows.append(("run", str(path)))
     rows.append(("look at it", next_command("view", path)))
     return rows
+
+
+def _accuracy(evaluation: Evaluation) -> str:
+    return f"{evaluation.accuracy:.3f}{evaluation.failed_text()}"
 
 
 def next_command(verb: str, path: Path) -> str:
