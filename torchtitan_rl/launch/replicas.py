@@ -49,7 +49,7 @@ class Replicas:
     async def scale(self, number: int) -> None:
         """Starts or ends replicas until there are `number`; the last ones leave first. Raises ValueError for fewer than
         1, for more than the devices have room for, and where so many are not healthy; RuntimeError where a replica does
-        not start. What has joined or left until then stays."""
+        not start: none of the new ones joins then. What has joined or left before an error stays."""
         if number < 1:
             raise ValueError(f"replicas={number}: a run needs a generator; use at least 1")
         async with self._changing:
@@ -62,21 +62,17 @@ class Replicas:
 
     async def _add(self, roles: list[str]) -> None:
         meshes = await asyncio.gather(*map(self._start, roles), return_exceptions=True)
-        failed: list[BaseException] = []
-        for role, mesh in zip(roles, meshes, strict=True):
-            if isinstance(mesh, BaseException):
-                failed.append(mesh)
-            else:
-                try:
-                    await self._client.join(mesh)
-                    logger.warning("%s has joined", role, extra={"event": "replica_joined", "who": role})
-                    continue
-                except (RuntimeError, ValueError, ReplicaLost) as error:
-                    failed.append(error)
-            await self._stop(role)
-        if failed:
+        if failed := [mesh for mesh in meshes if isinstance(mesh, BaseException)]:
+            await asyncio.gather(*map(self._stop, roles))
             kind = ValueError if isinstance(failed[0], ValueError) else RuntimeError
-            raise kind(f"{len(failed)} of {len(roles)} replicas did not join: {failed[0]}") from failed[0]
+            raise kind(str(failed[0])) from failed[0]
+        for position, (role, mesh) in enumerate(zip(roles, meshes, strict=True)):
+            try:
+                await self._client.join(mesh)
+            except (RuntimeError, ValueError, ReplicaLost) as error:
+                await asyncio.gather(*map(self._stop, roles[position:]))
+                raise RuntimeError(f"{role}: did not load the weights: {error}") from error
+            logger.warning("%s has joined", role, extra={"event": "replica_joined", "who": role})
 
     async def _remove(self, number: int) -> None:
         healthy = [role for role, how in self._client.health().items() if how == "healthy"]

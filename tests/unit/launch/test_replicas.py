@@ -10,14 +10,15 @@ from torchtitan_rl.launch.replicas import Replicas, scaled_on_request
 from torchtitan_rl.record import replica_request
 
 
-def replicas_of(client, *, fail=()):
-    """(replicas of the client, every mesh that was started, the roles that were stopped)"""
+def replicas_of(client, *, fail=(), meshes=None):
+    """(replicas of the client, every mesh that was started, the roles that were stopped). Roles in `fail` do not start;
+    `meshes` are those of some roles."""
     started, stopped = [], []
 
     async def start(role):
         if role in fail:
             raise RuntimeError(f"{role}: its process did not start")
-        started.append(Mesh(role))
+        started.append((meshes or {}).get(role) or Mesh(role))
         return started[-1]
 
     async def stop(role):
@@ -108,20 +109,21 @@ async def test_the_place_of_one_that_has_left_is_taken_by_the_next_that_joins():
     assert [len(mesh.sampled) for mesh in started] == [2, 2, 2]
 
 
-async def test_what_does_not_start_or_load_is_stopped_and_the_others_stay():
+async def test_where_one_does_not_start_none_joins_and_one_that_does_not_load_is_stopped():
     _, versions, client = client_of(1)
     await client.pull(await versions.publish())
     replicas, started, stopped = replicas_of(client, fail=["generator-2"])
-    with pytest.raises(RuntimeError, match="1 of 2 replicas did not join: generator-2: its process did not start"):
+    with pytest.raises(RuntimeError, match="generator-2: its process did not start"):
         await replicas.scale(3)
-    assert stopped == ["generator-2"] and list(client.health()) == ["generator-0", "generator-1"]
-    refusing = Mesh("generator-2")
-    refusing.broken["fetch"] = died("generator-2", "fetch")
-    with pytest.raises(Exception, match="generator-2"):
-        await client.join(refusing)
-    assert list(client.health()) == ["generator-0", "generator-1"]
+    assert stopped == ["generator-1", "generator-2"] and list(client.health()) == ["generator-0"]
+    refusing = Mesh("generator-1")
+    refusing.broken["fetch"] = died("generator-1", "fetch")
+    replicas, _, stopped = replicas_of(client, meshes={"generator-1": refusing})
+    with pytest.raises(RuntimeError, match="generator-1: did not load the weights: generator-1-0.fetch: its process"):
+        await replicas.scale(3)
+    assert stopped == ["generator-1", "generator-2"] and list(client.health()) == ["generator-0"]
     await settle()
-    assert versions.holders() == {1: ["generator-0", "generator-1", "newest"]}
+    assert versions.holders() == {1: ["generator-0", "newest"]}
 
 
 async def test_a_run_keeps_a_healthy_replica():
