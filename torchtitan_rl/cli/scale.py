@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         time.sleep(_LOOK_EVERY_S)
         check_going_on(directory)
     if answer.problem:
-        raise ValueError(f"{answer.problem} (the run has {answer.replicas} replicas)")
+        raise ValueError(f"{answer.problem} (the run has {answer.replicas} now)")
     say(f"{args.run}: {answer.replicas} generator replicas", event="scaled")
     return 0
 
