@@ -61,8 +61,9 @@ class Replicas:
                 await self._remove(len(roles) - number)
 
     async def _add(self, roles: list[str]) -> None:
-        meshes = await asyncio.gather(*map(self._start, roles), return_exceptions=True)
-        if failed := [mesh for mesh in meshes if isinstance(mesh, BaseException)]:
+        answers = await asyncio.gather(*map(self._start, roles), return_exceptions=True)
+        meshes = [answer for answer in answers if not isinstance(answer, BaseException)]
+        if failed := [answer for answer in answers if isinstance(answer, BaseException)]:
             await asyncio.gather(*map(self._stop, roles))
             kind = ValueError if isinstance(failed[0], ValueError) else RuntimeError
             raise kind(str(failed[0])) from failed[0]
