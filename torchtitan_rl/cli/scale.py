@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         check_going_on(directory)
     if answer.problem:
         raise ValueError(f"{answer.problem} (the run has {answer.replicas} now)")
-    say(f"{args.run}: {answer.replicas} generator replicas", event="scaled")
+    say(f"{args.run}: replicas of the generator: {answer.replicas}", event="scaled")
     return 0
 
 

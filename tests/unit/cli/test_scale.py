@@ -37,7 +37,7 @@ def answer_next(run, replicas, problem):
 def test_a_run_is_asked_and_its_answer_printed(run, capsys):
     answer_next(run, 3, "")
     assert main(["scale", str(run), "--replicas", "3"]) == 0
-    assert f"{run}: 3 generator replicas" in "".join(capsys.readouterr())
+    assert f"{run}: replicas of the generator: 3" in "".join(capsys.readouterr())
 
 
 def test_what_the_run_refuses_is_an_error(run, capsys):
