@@ -128,6 +128,34 @@ def test_the_same_requests_give_the_same_bits_on_several_replicas(loop, controll
     assert [(c.tokens, c.logprobs) for c in first] == [(c.tokens, c.logprobs) for c in second]
 
 
+def test_a_replica_leaves_after_its_answers_and_another_joins_meanwhile_nobody_waits(loop, controller, num_replicas):
+    requests = _requests(LONG_BATCH, max_tokens=56)
+    last = f"generator-{num_replicas - 1}"
+
+    async def run():
+        expected = await _sample(controller, requests)
+        (pid,) = await controller.generator._replicas[-1].mesh.call_each(WorkerProcess.pid)
+        batch = asyncio.ensure_future(_sample(controller, requests))
+        await asyncio.sleep(0.05)
+        assert controller.generator.in_flight()[-1] and not batch.done()
+        await controller.replicas.scale(num_replicas - 1)
+        await gone(pid)
+        assert last not in controller.generator.health()
+        while_one_is_away = await batch
+        joining = asyncio.ensure_future(controller.replicas.scale(num_replicas))
+        others = [await _sample(controller, requests[:8])]
+        assert not joining.done()
+        await controller.publish()  # while the new one starts: it loads this version, or the one before and then this
+        await joining
+        return expected, while_one_is_away, others[0], await _sample(controller, requests)
+
+    expected, *answered = loop.run_until_complete(run())
+    for completions in answered:
+        _assert_the_same(completions, expected[: len(completions)])
+    assert controller.generator.health()[last] == "healthy" and controller.generator.loaded_version() is not None
+    assert last in controller.versions.holders()[controller.policy_version]
+
+
 @pytest.mark.parametrize("num_replicas", [FOUR], indirect=True)  # test_repair.py kills one of two in a batch
 def test_a_batch_completes_although_a_replica_is_killed_in_the_middle(loop, controller, served):
     requests = _requests(LONG_BATCH, max_tokens=56)

@@ -107,6 +107,15 @@ def _merge_in_the_order_of_the_ranks(answers: list, ranks: list[list[list[int]]]
 # Versions.
 
 
+async def _leave_and_release_nothing(self: SamplingClient, role: str) -> None:
+    index = next(index for index in self._healthy_indices if self._replicas[index].mesh.role == role)
+    if len(self._healthy_indices) == 1:
+        raise RuntimeError(f"{role}: is the only healthy replica; it stays")
+    self._left.add(index)
+    self._healthy_indices = self._serving()
+    self._replicas[index].lost = "has left"
+
+
 @asynccontextmanager
 async def _serving_without_a_wake_up(self: Replica, version: int | None) -> Any:
     pinned = version is not None
@@ -302,6 +311,12 @@ MUTANTS: dict[str, Mutant] = {
         "a request is sent again at its deadline, while the replica that has it stays in use",
         "a_request_has_one_answer",
         (SamplingClient, "_lose", _lose_the_dead_alone),
+        first_seed=5,
+    ),
+    "versions of replicas that leave kept": _mutant(
+        "the version of a replica that leaves is never released, so that the store grows",
+        "nothing_is_left_over",
+        (SamplingClient, "leave", _leave_and_release_nothing),
         first_seed=5,
     ),
     "a hung replica waited for": _mutant(

@@ -30,6 +30,7 @@ __all__ = ["Run", "simulate"]
 _LIMIT_S = 6000.0  # virtual seconds of one attempt; an attempt with five hangs takes about 1000
 _MAX_ATTEMPTS = 8  # more than faults that end an attempt, and one
 _TURNS_OF_A_PUSH = 16  # of the event loop, until every replica has begun to pull
+_MOST_REPLICAS = 5  # that somebody asks for
 _SETTLED_S = 100.0  # after which every request of a finished run has been answered
 _MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # a run writes small files: two fifths of its time
 
@@ -123,9 +124,11 @@ async def _run(world: World, config: RunConfig, resume: str, begun: list[Control
         over = asyncio.Event()
         asking = asyncio.ensure_future(_ask_for_versions(world, controller, over))
         asking.add_done_callback(lambda done: done.cancelled() or done.exception())  # read, or asyncio warns
+        scaling = asyncio.ensure_future(_scale(world, controller, over))
         await controller.train()
         over.set()
         await asking
+        await scaling
         await asyncio.sleep(_SETTLED_S)
         replicas, router = controller.generator._replicas, controller.generator._router
         world.log.left = {
@@ -136,6 +139,22 @@ async def _run(world: World, config: RunConfig, resume: str, begun: list[Control
                 {r.loaded_version for r in replicas if r.lost is None} | {controller.policy_version}
             ),
         }
+
+
+async def _scale(world: World, controller: Controller, over: asyncio.Event) -> None:
+    """Asks for another number of replicas now and then, until the run is over; in two seeds of three."""
+    drawn = world.scaling
+    while world.seed % 3 and controller.replicas is not None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(over.wait(), drawn.uniform(5, 120))
+        if over.is_set():
+            return
+        number = drawn.randint(1, _MOST_REPLICAS)
+        try:
+            await controller.replicas.scale(number)
+            world.note(f"{number} replicas")
+        except (RuntimeError, ValueError) as error:
+            world.note(f"not {number} replicas, but {controller.replicas.number}: {error}")
 
 
 async def _ask_for_versions(world: World, controller: Controller, over: asyncio.Event) -> None:

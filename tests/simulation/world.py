@@ -22,6 +22,7 @@ __all__ = ["Asked", "FakeLauncher", "Log", "Watch", "World"]
 
 _IN_PLACE = ("step is skipped", "engine refuses requests", "environment fails")
 """Faults that do not depend on time: they strike an undisturbed run of the same seed too."""
+_ONE_IN_TEN = 0.1
 
 
 @dataclass(slots=True)
@@ -92,6 +93,8 @@ class World:
     def __init__(self, seed: int, faults: list[Fault], *, call_timeout_s: float, disturbed: bool = True) -> None:
         self.seed, self.call_timeout_s, self.disturbed = seed, call_timeout_s, disturbed
         self._random = random.Random(f"world/{seed}")
+        self.scaling = random.Random(f"scaling/{seed}")
+        """What is drawn about replicas that join and leave: apart, so that nothing else of a seed changes."""
         self.history: list[str] = []
         self.num_requests, self.killed = 0, False
         drawn = random.Random(f"skipped/{seed}")
@@ -185,7 +188,8 @@ class World:
     def _strike(self, fault: Fault) -> None:
         if self.killed:
             return
-        kind, replica = fault.kind, list(self.replicas.values())[fault.replica]
+        replicas = list(self.replicas.values())
+        kind, replica = fault.kind, replicas[fault.replica % len(replicas)]
         self.note(f"fault: {kind}" + (f" ({replica.role})" if kind.startswith("replica ") else ""))
         self.log.faults.add(kind)
         self.log.num_faults += 1
@@ -244,6 +248,10 @@ class FakeLauncher(ActorLauncher):
         return self.world.trainer
 
     async def start_generator(self, config: Any, model: Any, *, role: str, **named: Any) -> Any:
+        if self.world.client is not None:  # it joins a run that goes on
+            await asyncio.sleep(self.world.scaling.uniform(2, 30))
+            if self.world.scaling.random() < _ONE_IN_TEN:
+                raise RuntimeError(f"{role}: its process did not start")
         self.world.replicas[role] = FakeReplica(self.world, role)
         return self.world.replicas[role]
 
@@ -252,7 +260,13 @@ class FakeLauncher(ActorLauncher):
         await asyncio.sleep(self.world.between(2, 30))
         self.world.may_fail("replacement", self.world.replicas[role])
         self.world.note(f"{role} is replaced")
-        return await self.start_generator(None, None, role=role)
+        self.world.replicas[role] = FakeReplica(self.world, role)
+        return self.world.replicas[role]
+
+    async def stop_generator(self, role: str) -> None:
+        await asyncio.sleep(self.world.scaling.uniform(0.1, 5))
+        if role in self.world.replicas:  # it had started
+            self.world.replicas.pop(role).die()
 
     async def start_store(self) -> None:
         pass

@@ -132,6 +132,7 @@ def _train_with_restarts(args: argparse.Namespace, config: RunConfig) -> int:
 async def _train(args: argparse.Namespace, config: RunConfig) -> int:
     from torchtitan_rl.cli.summary import summary_rows
     from torchtitan_rl.launch.liveness.watchdog import alive
+    from torchtitan_rl.launch.replicas import scaled_on_request
     from torchtitan_rl.record.console.json_progress import JsonProgress
     from torchtitan_rl.record.console.progress import Progress
     from torchtitan_rl.record.plot import plot_curve
@@ -142,7 +143,8 @@ async def _train(args: argparse.Namespace, config: RunConfig) -> int:
     served_at = address(args, args.serve, args.serve_host)
 
     async def body(controller: Controller) -> None:
-        async with serving(controller, served_at, quiet=args.quiet):
+        scaled = scaled_on_request(controller.replicas, controller.run_dir.path)
+        async with scaled, serving(controller, served_at, quiet=args.quiet):
             report = await controller.train()
         curve = controller.run_dir.path / "curve.png"
         plot_curve(controller.run_dir.read_metrics(), curve)

@@ -64,6 +64,12 @@ def _audit() -> ModuleType:
     return audit
 
 
+def _scale() -> ModuleType:
+    from torchtitan_rl.cli import scale
+
+    return scale
+
+
 def _export() -> ModuleType:
     from torchtitan_rl.cli import export
 
@@ -185,6 +191,11 @@ VERBS = {
     ),
     "audit": Verb(
         "check that a run's records agree: every draw ended once", _audit, "torchtitan-rl audit runs/first", quiet=True
+    ),
+    "scale": Verb(
+        "give a run that goes on another number of generator replicas",
+        _scale,
+        "torchtitan-rl scale runs/first --replicas 3",
     ),
     "export": Verb(
         "write a checkpoint's policy as a Hugging Face directory",

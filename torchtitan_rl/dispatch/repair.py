@@ -12,7 +12,7 @@ from torchtitan_rl.actors.operations import GeneratorOperations
 from torchtitan_rl.dispatch.replica import Replica, ReplicaLost
 from torchtitan_rl.dispatch.role_mesh import RoleMesh, WorkerLost
 
-__all__ = ["Repair", "TooManyRestarts", "end"]
+__all__ = ["Repair", "TooManyRestarts", "catch_up", "end"]
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Repair:
             replica = None
             try:
                 replica = build(await self._start(role))
-                await _catch_up(replica)
+                await catch_up(replica)
             except (RuntimeError, ValueError, ReplicaLost) as error:
                 reason = str(error)
                 if replica is not None:
@@ -102,7 +102,7 @@ class Repair:
         self.num_restarts += 1
 
 
-async def _catch_up(replica: Replica) -> None:
+async def catch_up(replica: Replica) -> None:
     """Loads the served version, and again if another one was published meanwhile."""
     while replica.loaded_version != (served := replica.versions.served):
         try:

@@ -69,11 +69,22 @@ class Router:
     def times(self) -> list[tuple[float, int]]:
         """Per replica, the requests in flight summed over the seconds so far, and how many have been answered or given
         up. May be called from any thread."""
-        now, last = self._clock(), zip(self._in_flight_s, self.loads, self._since, strict=True)
-        sums = [spent + load * (now - since) for spent, load, since in last]
-        return list(zip(sums, self._answered, strict=True))
+        now = self._clock()  # not strict: another thread may be in the middle of `add`
+        last = zip(self._in_flight_s, self.loads, self._since, self._answered, strict=False)
+        return [(spent + load * (now - since), answered) for spent, load, since, answered in last]
 
     # Events of replicas.
+
+    def add(self) -> None:
+        """One more replica, without requests; its index is the next one."""
+        self._loads.append()
+        self._indices |= {len(self._named)}
+        self._named.append(Counter())
+        self._num_loads.append(0)
+        self._in_flight_s.append(0.0)
+        self._since.append(self._clock())
+        self._answered.append(0)
+        self._most = _MAX_PROMPTS * max(1, len(self._named) // _REPLICAS)
 
     def loaded(self, index: int) -> None:
         """The replica has loaded weights, so its caches are empty."""
@@ -211,6 +222,11 @@ class _Loads:
         heappush(self._heap, (self.numbers[index], index))
         if len(self._heap) > 8 * len(self.numbers):  # most entries are out of date
             self._begin()
+
+    def append(self) -> None:
+        """One more replica, without requests."""
+        heappush(self._heap, (0, len(self.numbers)))
+        self.numbers.append(0)
 
     def least(self, among: Set[int]) -> int:
         """The replica of `among`, which is not empty, with the fewest requests; of equals, the lowest index."""

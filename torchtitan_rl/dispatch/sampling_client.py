@@ -13,7 +13,7 @@ import torch
 
 from torchtitan_rl.actors.operations import GeneratorOperations, Operation
 from torchtitan_rl.dispatch.placement import Placement
-from torchtitan_rl.dispatch.repair import Repair, TooManyRestarts, end
+from torchtitan_rl.dispatch.repair import Repair, TooManyRestarts, catch_up, end
 from torchtitan_rl.dispatch.replica import Replica, ReplicaLost, VersionRefused
 from torchtitan_rl.dispatch.role_mesh import RoleMesh
 from torchtitan_rl.dispatch.router import Router
@@ -59,12 +59,17 @@ class SamplingClient:
         lost replicas; None: they stay lost."""
         self._versions, self._placement, self._repair = versions, placement, repair
         self._verify, self._max_model_len, self._timeout_s = verify, max_model_len, timeout_s
-        self._router = Router(len(replicas)) if len(replicas) > 1 else None
-        """None with one replica, which gets every request."""
+        self._router = Router(len(replicas))
         self._replicas = [self._new_replica(index, mesh) for index, mesh in enumerate(replicas)]
+        self._leaving: set[int] = set()
+        """The replicas that get no further request, and leave once theirs are answered."""
+        self._left: set[int] = set()
+        """The replicas that have left. The next one that joins takes the index of one of them."""
+        self._progress = asyncio.Event()
+        """Set when a leaving replica has answered a request, or is lost."""
         self._healthy_indices = list(range(len(replicas)))
-        """The replicas that are not lost. The list is replaced when one is lost or comes back: the router looks at the
-        replicas again only when it gets another list."""
+        """The replicas that get requests: they are not lost and do not leave. The list is replaced when that changes:
+        the router looks at the replicas again only when it gets another list."""
         self._repairing: set[int] = set()
         self._repaired = asyncio.Event()
         self._no_repair = ""
@@ -77,8 +82,11 @@ class SamplingClient:
         self._tasks: set[asyncio.Task] = set()
 
     def _new_replica(self, index: int, mesh: RoleMesh) -> Replica:
-        on_load = None if self._router is None else partial(self._router.loaded, index)
-        return Replica(mesh, self._versions, self._verify, on_load)
+        return Replica(mesh, self._versions, self._verify, partial(self._router.loaded, index))
+
+    def _members(self) -> list[Replica]:
+        """The replicas that have not left."""
+        return [replica for index, replica in enumerate(self._replicas) if index not in self._left]
 
     # The state of the replicas.
 
@@ -89,7 +97,7 @@ class SamplingClient:
 
     def health(self) -> dict[str, str]:
         """Role of each replica -> `"healthy"`, or why the replica is out of use, known once a call has failed."""
-        return {replica.mesh.role: replica.lost or "healthy" for replica in self._replicas}
+        return {replica.mesh.role: replica.lost or "healthy" for replica in self._members()}
 
     @property
     def num_restarts(self) -> int:
@@ -98,17 +106,18 @@ class SamplingClient:
 
     def in_flight(self) -> list[int]:
         """The unanswered requests of each replica; a lost one has none."""
-        return [replica.unanswered * (replica.lost is None) for replica in self._replicas]
+        return [replica.unanswered * (replica.lost is None) for replica in self._members()]
 
     def stalls(self) -> list[float]:
         """Per replica, the seconds for which its engine stood still at its last load of weights."""
-        return [replica.stall_s for replica in self._replicas]
+        return [replica.stall_s for replica in self._members()]
 
     def request_times(self) -> dict[str, tuple[float, int]]:
-        """Role of each replica -> `Router.times`; {} with one replica."""
-        if self._router is None:
+        """Role of each replica, also of those that have left -> `Router.times`; {} where there was one only."""
+        if len(self._replicas) == 1:
             return {}
-        return {replica.mesh.role: times for replica, times in zip(self._replicas, self._router.times(), strict=True)}
+        times = zip(self._replicas, self._router.times(), strict=False)  # the router knows a replica that is joining
+        return {replica.mesh.role: of_replica for replica, of_replica in times}
 
     def loaded_version(self) -> int | None:
         """The version that every healthy replica has loaded, also while a newer one is fetched; None where they
@@ -154,7 +163,7 @@ class SamplingClient:
         await self._on_all(lambda replica: replica.load_hf(directory, version))
 
     async def _on_all(self, call: Callable[[Replica], Coroutine]) -> None:
-        indices = await self._some_healthy()
+        indices = [*await self._some_healthy(), *sorted(self._leaving)]
         results = await asyncio.gather(*(call(self._replicas[i]) for i in indices), return_exceptions=True)
         loaded = any(result is None for result in results)
         for position, (index, result) in enumerate(zip(indices, results)):
@@ -233,13 +242,12 @@ class SamplingClient:
             else:
                 _fail(batch, error)
             return
-        shares = {healthy[0]: batch} if self._router is None else self._route(self._router, batch, version, healthy)
-        for index, share in shares.items():
+        for index, share in self._route(batch, version, healthy).items():
             self._start(running("hand requests and answers over", self._send(index, share, version)))
 
-    def _route(self, router: Router, batch: _Batch, version: int | None, healthy: list[int]) -> dict[int, _Batch]:
+    def _route(self, batch: _Batch, version: int | None, healthy: list[int]) -> dict[int, _Batch]:
         """Index of a replica -> its share of the requests."""
-        indices = router.route(
+        indices = self._router.route(
             [request.tokens for request, _ in batch],
             version,
             healthy=healthy,
@@ -279,8 +287,9 @@ class SamplingClient:
 
     def _finished(self, index: int, num_requests: int, version: int | None) -> None:
         """Notes that a replica has answered requests, or never will."""
-        if self._router is not None:
-            self._router.finished(index, num_requests, version)
+        self._router.finished(index, num_requests, version)
+        if index in self._leaving:
+            self._progress.set()
 
     def _start(self, work: Coroutine) -> None:
         task = asyncio.ensure_future(work)
@@ -300,6 +309,54 @@ class SamplingClient:
         for batch, _ in self._waiting:
             _fail(batch, RuntimeError(_CLOSED))
         self._waiting.clear()
+
+    # Replicas that join and leave.
+
+    async def join(self, mesh: RoleMesh) -> None:
+        """One more replica. It loads the served version while the others serve, and gets requests from then on. Call it
+        again only after it has returned. Raises RuntimeError, ValueError or ReplicaLost where the weights do not
+        load."""
+        index = min(self._left, default=len(self._replicas))
+        if index == len(self._router.loads):
+            self._router.add()
+        replica = self._new_replica(index, mesh)
+        try:
+            await catch_up(replica)
+        except BaseException:
+            replica.lost = "did not join"
+            await replica.release()
+            raise
+        if index in self._left:
+            self._left.discard(index)
+            self._replicas[index] = replica
+        else:
+            self._replicas.append(replica)
+            if self._probed and self._repair is not None:
+                self._start(self._repair.probe(partial(self._current, index), self._lose))
+        self._healthy_indices = self._serving()
+
+    async def leave(self, role: str) -> None:
+        """Takes a healthy replica out of use: it gets no further request, and has left once it has answered those that
+        it has. Until then it loads what is published, as the others do. Raises RuntimeError where no other replica is
+        healthy."""
+        index = next(index for index in self._healthy_indices if self._replicas[index].mesh.role == role)
+        if len(self._healthy_indices) == 1:
+            raise RuntimeError(f"{role}: is the only healthy replica; it stays")
+        replica = self._replicas[index]
+        self._leaving.add(index)
+        self._healthy_indices = self._serving()
+        try:
+            while self._router.loads[index] and replica.lost is None:
+                self._progress.clear()
+                await self._progress.wait()
+        finally:
+            self._leaving.discard(index)
+            self._healthy_indices = self._serving()  # once more, if this call is given up
+        self._left.add(index)
+        self._healthy_indices = self._serving()
+        if replica.lost is None:
+            replica.lost = "has left"
+            await replica.release()
 
     # Replicas that are lost, and their replacement.
 
@@ -328,8 +385,10 @@ class SamplingClient:
         for index in range(len(self._replicas)):
             self._start(repair.probe(partial(self._current, index), self._lose))
 
-    def _not_lost(self) -> list[int]:
-        return [index for index, replica in enumerate(self._replicas) if replica.lost is None]
+    def _serving(self) -> list[int]:
+        """The replicas that get requests."""
+        out = self._leaving | self._left
+        return [index for index, replica in enumerate(self._replicas) if replica.lost is None and index not in out]
 
     def _current(self, index: int) -> Replica:
         return self._replicas[index]
@@ -339,13 +398,15 @@ class SamplingClient:
         if replica.lost is not None:
             return
         replica.lost = str(error)
-        self._healthy_indices = self._not_lost()
+        self._healthy_indices = self._serving()
+        index = self._replicas.index(replica)
         event = {"event": "replica_lost", "who": replica.mesh.role}
         logger.warning("a generator replica is lost, %d left: %s", len(self._healthy_indices), error, extra=event)
-        if self._repair is None:
+        if self._repair is None or index in self._leaving:
+            self._progress.set()
             self._start(self._abandon(replica))
         else:
-            self._repairing.add(index := self._replicas.index(replica))
+            self._repairing.add(index)
             self._start(self._replace(index, self._repair))
 
     async def _abandon(self, replica: Replica) -> None:
@@ -358,7 +419,7 @@ class SamplingClient:
         try:
             await lost.release()
             self._replicas[index] = await repair.replacement(lost, partial(self._new_replica, index))
-            self._healthy_indices = self._not_lost()
+            self._healthy_indices = self._serving()
         except TooManyRestarts as error:
             self._no_repair = str(error)
         finally:

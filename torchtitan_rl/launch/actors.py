@@ -67,6 +67,8 @@ class ActorLauncher:
     _starts: dict[str, Callable[[str], Awaitable[RoleMesh]]] = field(default_factory=dict)
     """Starts a replica once more, on the same devices, as processes of another name."""
     _places: dict[str, Place] = field(default_factory=dict)
+    _sizes: dict[str, MeshSize] = field(default_factory=dict)
+    """What each generator replica has of the devices."""
     _replicas: dict[str, Any] = field(default_factory=dict)
     """Monarch's mesh of processes of each generator replica."""
     _role_pids: dict[str, list[int]] = field(default_factory=dict)
@@ -92,6 +94,10 @@ class ActorLauncher:
     @property
     def shares_cores(self) -> bool:
         return not self.attached
+
+    @property
+    def takes_replicas(self) -> bool:
+        return True
 
     async def start(self, config: RunConfig, model_dir: Path, *, eos: int) -> Stack:
         return await start_stack(config, self, model_dir)
@@ -122,7 +128,8 @@ class ActorLauncher:
     ) -> RoleMesh:
         """One generator replica, whose engine is ready and holds no weights yet. Replicas go round the hosts."""
         ranks = config.tensor_parallel_degree
-        place = self._devices.take(MeshSize(role=role, num_ranks=ranks, replica=True, share_with=share_with))
+        size = MeshSize(role=role, num_ranks=ranks, replica=True, share_with=share_with)
+        place = self._devices.take(size)
 
         async def start(name: str) -> RoleMesh:
             procs = await self._spare_or_new(name, ranks, place)
@@ -135,8 +142,19 @@ class ActorLauncher:
             )  # fmt: skip
             return await self._set_up(role, actors, place, num_ranks=ranks, tensor_parallel_size=ranks)
 
-        self._starts[role], self._places[role] = start, place
-        return await start(role)
+        # Monarch knows every mesh of a run by its name, also one that has ended.
+        name = self._name_of_another(role) if role in self._starts else role
+        self._starts[role], self._places[role], self._sizes[role] = start, place, size
+        return await start(name)
+
+    async def stop_generator(self, role: str) -> None:
+        """Ends a generator replica that is not used any more, or did not start; its devices are free then."""
+        procs = self._replicas.pop(role, None)
+        if procs is not None:
+            await self._stop_in_order(role, procs, "has left")
+            self._forget_processes(role, procs)
+        if (size := self._sizes.pop(role, None)) is not None:  # None: there was no room for it
+            self._devices.give_back(size)
 
     def repair(self, config: GeneratorConfig) -> Repair | None:
         """How lost replicas are replaced, with spare processes for them; None with `max_replica_restarts` 0."""
@@ -169,24 +187,34 @@ class ActorLauncher:
 
     async def restart_generator(self, role: str) -> RoleMesh:
         """A replacement for a generator replica, on the same devices. Ends what is left of the replica first."""
-        self._num_restarts += 1
         procs = self._replicas[role]
+        self._forget_processes(role, procs)
+        if self.hosts.attached:  # the processes belong to the workers of their hosts
+            await self._stop_in_order(role, procs, "lost")
+            for index in self._places[role].hosts:
+                await self.hosts.await_back(index, JOIN_S)
+        mesh = await self._starts[role](self._name_of_another(role))
+        if self._spares is not None:
+            self._spares.fill()
+        return mesh
+
+    def _name_of_another(self, role: str) -> str:
+        self._num_restarts += 1
+        return f"{role}-restart{self._num_restarts}"
+
+    def _forget_processes(self, role: str, procs) -> None:
+        """Kills what is left of the processes of a role on this machine."""
         if procs in self._meshes:  # no longer where a replacement before this one did not start
             self._meshes.remove(procs)
         for pid in self._role_pids.pop(role, ()):
             _kill(pid)
             self.pids.remove(pid)
-        if self.hosts.attached:  # the processes belong to the workers of their hosts
-            try:
-                await asyncio.wait_for(_awaited(procs.stop("lost")), _END_WITHIN_S)
-            except Exception as error:  # a mesh that has failed cannot be stopped in order
-                logger.warning("%s: did not stop in order (%s: %s)", role, type(error).__name__, error)
-            for index in self._places[role].hosts:
-                await self.hosts.await_back(index, JOIN_S)
-        mesh = await self._starts[role](f"{role}-restart{self._num_restarts}")
-        if self._spares is not None:
-            self._spares.fill()
-        return mesh
+
+    async def _stop_in_order(self, role: str, procs, reason: str) -> None:
+        try:
+            await asyncio.wait_for(_awaited(procs.stop(reason)), _END_WITHIN_S)
+        except Exception as error:  # a mesh that has failed cannot be stopped in order
+            logger.warning("%s: did not stop in order (%s: %s)", role, type(error).__name__, error)
 
     async def start_store(self) -> None:
         """Starts TorchStore: its volume on the first host and its controller, each in a process of its own."""

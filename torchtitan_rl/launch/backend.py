@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # a config is checked without Monarch and torch.distributed, 
     from torchtitan_rl.dispatch.training_client import TrainingClient
     from torchtitan_rl.dispatch.versions import PolicyVersions
     from torchtitan_rl.launch.attach import Hosts
+    from torchtitan_rl.launch.replicas import Replicas
 
 __all__ = ["Backend", "Launcher", "MeshLauncher", "Stack"]
 
@@ -71,6 +72,8 @@ class Stack:
     """None with generators alone: their weights are never trained or replaced."""
     placement: Placement | None
     """None where no roles share devices."""
+    replicas: Replicas | None = None
+    """Changes the number of the generator's replicas; None where that is fixed."""
 
 
 class Launcher(Protocol):
@@ -126,6 +129,13 @@ class MeshLauncher(Launcher, Protocol):
     ) -> RoleMesh | LocalMesh:
         """One generator replica, whose engine is ready and holds no weights yet. `model.assets` is a directory with a
         config.json and the tokenizer."""
+
+    @property
+    def takes_replicas(self) -> bool:
+        """Whether generator replicas may join and leave a run."""
+
+    async def stop_generator(self, role: str) -> None:
+        """Ends a replica that is not used any more, or did not start; its devices are free then."""
 
     def repair(self, config: GeneratorConfig) -> Repair | None:
         """How lost replicas are replaced; None where they are not."""

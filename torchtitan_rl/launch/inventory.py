@@ -167,6 +167,14 @@ class Devices:
         self._note(mesh, place, size)
         return place
 
+    def give_back(self, mesh: MeshSize) -> None:
+        """The place of a generator replica becomes free."""
+        place = self._places.pop(mesh.role)
+        for index, devices in zip(place.hosts, place.devices, strict=True):
+            for device in filter(None, devices.split(",")):
+                self._users[index][device] -= 1
+            self._replica_ranks[index] -= mesh.num_ranks // len(place.hosts)
+
     def _ranks_per_host(self, mesh: MeshSize) -> int:
         if mesh.num_hosts < 1:
             raise ValueError(f"trainer.num_hosts={mesh.num_hosts} ({mesh.role}): must be at least 1")

@@ -43,6 +43,7 @@ class LocalLauncher:
     attached: bool = False
     shares_cores: bool = False
     """False: trainers compute on the calling thread, with all of them."""
+    takes_replicas: bool = False
     _trainers: list = field(default_factory=list)
     _generators: list = field(default_factory=list)
     _joined: bool = False
@@ -88,6 +89,10 @@ class LocalLauncher:
                 await mesh.call_all(GeneratorRank.start, threads, timeout_s=self.start_timeout_s)
             platform.set_threads(self._num_threads)
         return mesh
+
+    async def stop_generator(self, role: str) -> None:
+        """Raises RuntimeError: the engine of this process stays until the run ends."""
+        raise RuntimeError(f"{role}: cannot leave a run of one process; use --backend actors")
 
     async def start_store(self) -> None:
         """Does nothing: `store` exists from the beginning."""

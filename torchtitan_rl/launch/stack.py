@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from torchtitan_rl.dispatch.shared_plan import prefix_cost
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.dispatch.versions import OneVersion, PolicyVersions
 from torchtitan_rl.launch.backend import MeshLauncher, Stack
+from torchtitan_rl.launch.replicas import Replicas
 from torchtitan_rl.launch.threads import side_by_side
 from torchtitan_rl.model.shape import resolve_shape
 
@@ -77,14 +79,14 @@ async def start_stack(config: RunConfig, launcher: MeshLauncher, model_dir: Path
         getattr(torch, config.generator.dtype),
         one_host=launcher.one_host,
     )
+    repair = None if placement else launcher.repair(config.generator)
+    generator = _sampling_client(config, meshes["generator"], versions, placement, repair)
+    replicas = None
+    if launcher.takes_replicas and placement is None:
+        start_one = partial(_start_generator, config, launcher, model_dir)
+        replicas = Replicas(generator, start=start_one, stop=launcher.stop_generator)
     return Stack(
-        launcher=launcher,
-        roles=roles,
-        versions=versions,
-        placement=placement,
-        generator=_sampling_client(
-            config, meshes["generator"], versions, placement, None if placement else launcher.repair(config.generator)
-        ),
+        launcher=launcher, roles=roles, versions=versions, placement=placement, generator=generator, replicas=replicas
     )
 
 
@@ -96,13 +98,15 @@ async def start_generators(config: RunConfig, launcher: MeshLauncher, model_dir:
 
 
 def _generators(config: RunConfig, launcher: MeshLauncher, model_dir: Path, share_with: str | None) -> list:
+    roles = [f"generator-{i}" for i in range(config.generator.num_replicas)]
+    return [_start_generator(config, launcher, model_dir, role, share_with) for role in roles]
+
+
+def _start_generator(
+    config: RunConfig, launcher: MeshLauncher, model_dir: Path, role: str, share_with: str | None = None
+):
     model = ModelConfig(assets=str(model_dir), shape=resolve_shape(config.model))
-    return [
-        launcher.start_generator(
-            config.generator, model, role=f"generator-{i}", seed=config.seed, share_with=share_with
-        )
-        for i in range(config.generator.num_replicas)
-    ]
+    return launcher.start_generator(config.generator, model, role=role, seed=config.seed, share_with=share_with)
 
 
 def _sampling_client(

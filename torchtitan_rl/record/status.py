@@ -45,7 +45,8 @@ class Status(Listener):
     """Keeps `status.json` up to date, at most once a second, and appends warnings to the table `events`. Belongs
     behind a `BackgroundListener` with `beat_s`: it writes files.
 
-    Warnings of the kinds `replica_lost` and `replica_replaced` change the health of the replica `who`.
+    Warnings of the kinds `replica_lost`, `replica_replaced`, `replica_joined` and `replica_left` change the health of
+    the replica `who`.
     """
 
     def __init__(self, run_dir: RunDir, replicas: list[str], on_close: Callable[[], None] = lambda: None) -> None:
@@ -88,8 +89,10 @@ class Status(Listener):
         self._failed |= event.kind in ENDS
         if event.kind == "replica_lost":
             self._replicas[event.who] = event.text
-        elif event.kind == "replica_replaced":
+        elif event.kind in ("replica_replaced", "replica_joined"):
             self._replicas[event.who] = "healthy"
+        elif event.kind == "replica_left":
+            self._replicas.pop(event.who, None)
         self._mark_changed()
 
     def begin(self, span: Span) -> None:

@@ -81,7 +81,8 @@ __all__ = ["Controller"]
 
 class Controller(AbstractAsyncContextManager):
     """A running policy, made by `launch`. `trainer` and `generator` are the clients; `weights` sends the trainer's
-    weights to the generators; `batches` plays and judges what trains next.
+    weights to the generators; `batches` plays and judges what trains next; `replicas.scale(3)` changes how many
+    generators there are, where that is not None.
 
     `state.step` counts the optimizer steps of the reinforcement phase; `policy_version` counts the steps of all phases.
     """
@@ -101,7 +102,7 @@ class Controller(AbstractAsyncContextManager):
         self.tokenizer, self.family, self.draws = inputs.tokenizer, inputs.family, Draws(inputs.source)
         self.supervised_family, self.preference_family = inputs.supervised_family, inputs.preference_family
         self.launcher, self.roles, self.generator = stack.launcher, stack.roles, stack.generator
-        self.versions, self.placement = stack.versions, stack.placement
+        self.versions, self.placement, self.replicas = stack.versions, stack.placement, stack.replicas
         self.state = state or RunState(seed=config.seed)
         self.stop, self.ended_early = StopRequest(config.controller.max_hours), ""
         self.gateway: Gateway | None = None

@@ -4,123 +4,11 @@ import asyncio
 
 import pytest
 
+from tests.kit.replicas import Mesh, Weights, client_of, died, sample_all, settle
 from torchtitan_rl.dispatch.replica import ReplicaLost
-from torchtitan_rl.dispatch.role_mesh import WorkerLost
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
-from torchtitan_rl.dispatch.versions import OneVersion, PolicyVersions
-from torchtitan_rl.types import Completion, SamplingParams
-
-
-class Mesh:
-    """Answers like a generator mesh; `broken[endpoint]` is raised instead, `held_up` delays sampling, prompts in `slow`
-    are answered last, once `released` is set; `fetching` holds up what fetches weights; versions in
-    `refused[endpoint]` are refused there."""
-
-    def __init__(self, role):
-        self.role, self.num_ranks, self.broken, self.held_up = role, 2, {}, None
-        self.refused = {"fetch": [], "load": []}
-        self.sampled, self.loaded, self.aborted = [], [], []
-        self.waiting, self.slow, self.released, self.fetching = {}, [], asyncio.Event(), None
-        self.loading = None  # holds up loads
-        self.staged = set()  # versions that were fetched and not loaded yet
-
-    async def call_rank(self, rank, operation):
-        endpoint = operation.__name__
-        assert endpoint == "abort"
-        self.aborted.append(rank)
-        raise died(self.role, endpoint)
-
-    async def call_leader(self, operation, argument, requests=(), timeout_s=None):
-        endpoint = operation.__name__
-        if endpoint in self.broken:
-            raise self.broken[endpoint]
-        if endpoint == "load":
-            if self.loading is not None:
-                await self.loading.wait()
-            if argument not in self.staged:
-                raise RuntimeError(f"version {argument} is not staged")
-            self.staged.remove(argument)
-            if argument in self.refused["load"]:
-                return ValueError(f"policy_version={argument}: cannot be loaded")
-            self.loaded.append(argument)
-            return 0.1
-        self.sampled += [request.tokens for request in requests]
-        if self.held_up is not None:
-            await self.held_up.wait()
-            if endpoint in self.broken:
-                raise self.broken[endpoint]
-        if requests:
-            self.waiting[argument] = dict(enumerate(requests))
-        waiting = self.waiting[argument]
-        done = [index for index, request in waiting.items() if request.tokens not in self.slow]
-        if not done:
-            await self.released.wait()
-            if endpoint in self.broken:
-                raise self.broken[endpoint]
-            done = list(waiting)
-        return [(index, self._answer(waiting.pop(index))) for index in done]
-
-    def _answer(self, request):
-        if request.tokens == [13]:
-            return ValueError("prompt of 1 tokens: token id 13 is out of vocabulary")
-        return Completion(tokens=request.tokens, logprobs=[], policy_versions=[self.loaded[-1]], finish_reason="stop")
-
-    async def call_all(self, operation, *args):
-        endpoint = operation.__name__
-        if endpoint in self.broken:
-            raise self.broken[endpoint]
-        if endpoint == "fetch" and self.fetching is not None:
-            await self.fetching.wait()
-        if endpoint == "fetch" and args[0] in self.refused["fetch"]:
-            return ValueError(f"policy_version={args[0]}: does not fit")
-        self.staged.add(args[0 if endpoint == "fetch" else 1])
-
-
-class Weights:
-    """Trainer and store of `PolicyVersions`: published versions are numbered 1, 2, ..."""
-
-    def __init__(self):
-        self.published, self.discarded = 0, []
-
-    async def push_weights(self, dtype, transport, verify):
-        self.published += 1
-        return self.published
-
-    async def discard_weights(self, version):
-        self.discarded.append(version)
-
-    async def discard(self, version):
-        pass
-
-
-class Config:
-    transport, verify = "store", True
-
-
-def client_of(num_replicas):
-    meshes = [Mesh(f"generator-{i}") for i in range(num_replicas)]
-    weights = Weights()
-    versions = PolicyVersions(weights, weights, Config, None, one_host=True)
-    return meshes, versions, SamplingClient(meshes, versions, max_model_len=64, timeout_s=5)
-
-
-async def sample_all(client, prompts, **named):
-    return await asyncio.wait_for(
-        asyncio.gather(
-            *(client.sample(prompt, SamplingParams(max_tokens=4), **named) for prompt in prompts),
-            return_exceptions=True,
-        ),
-        5,
-    )
-
-
-async def settle():
-    for _ in range(20):
-        await asyncio.sleep(0)
-
-
-def died(role, endpoint):
-    return WorkerLost(f"{role}-0.{endpoint}: its process died (killed); see its log")
+from torchtitan_rl.dispatch.versions import OneVersion
+from torchtitan_rl.types import SamplingParams
 
 
 async def test_requests_of_a_lost_replica_are_sent_to_the_others_once_and_its_versions_are_released(caplog):
@@ -422,11 +310,11 @@ async def test_of_several_reasons_for_a_loss_the_first_is_kept():
     assert client._healthy() == [0, 2] and client.health()["generator-1"] == "its process died"
 
 
-async def test_one_replica_needs_no_router_and_none_is_left_once_it_is_lost():
+async def test_one_replica_gets_every_request_and_none_is_left_once_it_is_lost():
     meshes, versions, client = client_of(1)
     assert client.policy_version is None
     await client.pull(await versions.publish())
-    assert client._router is None and client.policy_version == versions.served == 1
+    assert client.request_times() == {} and client.policy_version == versions.served == 1
     assert [answer.tokens for answer in await sample_all(client, [[2], [1]])] == [[2], [1]]
     meshes[0].broken["sample"] = died("generator-0", "sample")
     (answer,) = await sample_all(client, [[1]])

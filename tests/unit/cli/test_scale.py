@@ -1,0 +1,71 @@
+"""What `torchtitan-rl scale` refuses, and how it asks a run that goes on."""
+
+import json
+import os
+import socket
+import threading
+import time
+from datetime import datetime
+
+import pytest
+
+from torchtitan_rl.cli.main import main
+from torchtitan_rl.record import replica_request
+from torchtitan_rl.record.attempts import locked, unlock
+from torchtitan_rl.record.run_dir import RunDir
+
+
+@pytest.fixture
+def run(tmp_path):
+    """The directory of a run that this process says to go on."""
+    status = {"at": datetime.now().astimezone().isoformat(), "heartbeat_s": 5.0, "ended": "", "replicas": {}}
+    (tmp_path / "status.json").write_text(json.dumps(status))
+    with locked(RunDir(tmp_path)):
+        yield tmp_path
+    unlock(RunDir(tmp_path))
+
+
+def answer_next(run, replicas, problem):
+    def watch():
+        while (request := replica_request.request_in(run)) is None:
+            time.sleep(0.01)
+        replica_request.answer(run, request, replicas, problem)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def test_a_run_is_asked_and_its_answer_printed(run, capsys):
+    answer_next(run, 3, "")
+    assert main(["scale", str(run), "--replicas", "3"]) == 0
+    assert f"{run}: replicas of the generator: 3" in "".join(capsys.readouterr())
+
+
+def test_what_the_run_refuses_is_an_error(run, capsys):
+    answer_next(run, 1, "generator-4: would make 5 generator ranks")
+    assert main(["scale", str(run), "--replicas", "9"]) == 1
+    assert "error: generator-4: would make 5 generator ranks (the run has 1 now)" in capsys.readouterr().err
+
+
+def test_a_run_that_does_not_answer_is_not_waited_for_without_an_end(run, capsys):
+    assert main(["scale", str(run), "--replicas", "2", "--timeout-s", "0.3"]) == 1
+    assert "has not answered for 0.3 s and may do so later" in capsys.readouterr().err
+
+
+def test_no_replica_is_refused_before_anybody_is_asked(run, capsys):
+    assert main(["scale", str(run), "--replicas", "0"]) == 1
+    assert "--replicas=0: a run needs a generator; use at least 1" in capsys.readouterr().err
+    assert replica_request.request_in(run) is None
+
+
+def test_what_is_no_run_or_does_not_go_on_is_refused(tmp_path, capsys):
+    assert main(["scale", str(tmp_path), "--replicas", "2"]) == 1
+    assert "is no directory of a run; name one, such as runs/first" in capsys.readouterr().err
+    status = {"at": datetime.now().astimezone().isoformat(), "heartbeat_s": 5.0, "ended": "finished"}
+    (tmp_path / "status.json").write_text(json.dumps(status))
+    assert main(["scale", str(tmp_path), "--replicas", "2"]) == 1
+    assert "has finished; name a run that goes on" in capsys.readouterr().err
+    (tmp_path / "status.json").write_text(json.dumps(status | {"ended": ""}))
+    (tmp_path / "run.lock").write_text(f"pid {os.getpid()} on {socket.gethostname()}")  # nobody holds it
+    assert main(["scale", str(tmp_path), "--replicas", "2"]) == 1
+    assert "its process is gone; begin again with --resume latest" in capsys.readouterr().err
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["run.lock", "status.json"]

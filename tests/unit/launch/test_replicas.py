@@ -1,0 +1,170 @@
+"""Replicas that join and leave while requests are answered, in this process; tests/integration has real ones."""
+
+import asyncio
+import json
+
+import pytest
+
+from tests.kit.replicas import Mesh, client_of, died, sample_all, settle
+from torchtitan_rl.launch.replicas import Replicas, scaled_on_request
+from torchtitan_rl.record import replica_request
+
+
+def replicas_of(client, *, fail=(), meshes=None):
+    """(replicas of the client, every mesh that was started, the roles that were stopped). Roles in `fail` do not start;
+    `meshes` are those of some roles."""
+    started, stopped = [], []
+
+    async def start(role):
+        if role in fail:
+            raise RuntimeError(f"{role}: its process did not start")
+        started.append((meshes or {}).get(role) or Mesh(role))
+        return started[-1]
+
+    async def stop(role):
+        stopped.append(role)
+
+    return Replicas(client, start=start, stop=stop), started, stopped
+
+
+async def test_a_replica_that_joins_holds_the_served_version_before_it_gets_a_request():
+    meshes, versions, client = client_of(1)
+    await client.pull(await versions.publish())
+    await client.pull(await versions.publish())
+    replicas, started, _ = replicas_of(client)
+    await replicas.scale(3)
+    assert [mesh.role for mesh in started] == ["generator-1", "generator-2"]
+    assert [mesh.loaded for mesh in started] == [[2], [2]]
+    prompts = [[1], [2], [3], [4], [5], [6]]
+    assert [answer.tokens for answer in await sample_all(client, prompts)] == prompts
+    assert [len(mesh.sampled) for mesh in (*meshes, *started)] == [2, 2, 2]
+    await client.pull(await versions.publish())
+    await settle()
+    assert versions.holders() == {3: ["generator-0", "generator-1", "generator-2", "newest"]}
+
+
+async def test_a_version_that_is_published_while_a_replica_joins_is_the_one_it_holds():
+    _, versions, client = client_of(1)
+    await client.pull(await versions.publish())
+    joining = Mesh("generator-1")
+    joining.fetching = asyncio.Event()
+    join = asyncio.ensure_future(client.join(joining))
+    await settle()
+    await client.pull(await versions.publish())
+    joining.fetching.set()
+    await join
+    assert joining.loaded[-1] == 2 and client.loaded_version() == 2
+
+
+async def test_a_replica_that_leaves_answers_its_requests_first_with_the_weights_that_are_published_meanwhile():
+    meshes, versions, client = client_of(2)
+    await client.pull(await versions.publish())
+    replicas, _, stopped = replicas_of(client)
+    meshes[1].slow = [[2]]
+    answers = asyncio.ensure_future(sample_all(client, [[1], [2]]))
+    await settle()
+    assert meshes[1].sampled == [[2]]
+    leaving = asyncio.ensure_future(replicas.scale(1))
+    await settle()
+    assert [answer.tokens for answer in await sample_all(client, [[3], [4]])] == [[3], [4]]
+    await client.pull(await versions.publish())
+    assert meshes[1].sampled == [[2]] and meshes[1].loaded == [1, 2] and not leaving.done() and not stopped
+    meshes[1].released.set()
+    assert [answer.policy_versions for answer in await answers] == [[1], [2]]
+    await leaving
+    assert stopped == ["generator-1"] and client.health() == {"generator-0": "healthy"}
+    await settle()
+    assert versions.holders() == {2: ["generator-0", "newest"]}
+
+
+async def test_a_replica_that_is_lost_while_it_leaves_hands_its_requests_over_and_has_left():
+    meshes, versions, client = client_of(2)
+    await client.pull(await versions.publish())
+    replicas, _, stopped = replicas_of(client)
+    meshes[1].held_up = asyncio.Event()
+    answers = asyncio.ensure_future(sample_all(client, [[1], [2]]))
+    await settle()
+    leaving = asyncio.ensure_future(replicas.scale(1))
+    await settle()
+    meshes[1].broken["sample"] = died("generator-1", "sample")
+    meshes[1].held_up.set()
+    assert [answer.tokens for answer in await answers] == [[1], [2]]
+    await leaving
+    await settle()
+    assert stopped == ["generator-1"] and client.health() == {"generator-0": "healthy"}
+    assert versions.holders() == {1: ["generator-0", "newest"]}
+
+
+async def test_the_place_of_one_that_has_left_is_taken_by_the_next_that_joins():
+    _, versions, client = client_of(3)
+    await client.pull(await versions.publish())
+    replicas, started, stopped = replicas_of(client)
+    await replicas.scale(1)
+    assert stopped == ["generator-2", "generator-1"] and replicas.number == 1
+    await replicas.scale(4)
+    assert [mesh.role for mesh in started] == ["generator-1", "generator-2", "generator-3"]
+    assert list(client.health()) == ["generator-0", "generator-1", "generator-2", "generator-3"]
+    prompts = [[number] for number in range(20, 28)]
+    assert [answer.tokens for answer in await sample_all(client, prompts)] == prompts
+    assert [len(mesh.sampled) for mesh in started] == [2, 2, 2]
+
+
+async def test_where_one_does_not_start_none_joins_and_one_that_does_not_load_is_stopped():
+    _, versions, client = client_of(1)
+    await client.pull(await versions.publish())
+    replicas, started, stopped = replicas_of(client, fail=["generator-2"])
+    with pytest.raises(RuntimeError, match="generator-2: its process did not start"):
+        await replicas.scale(3)
+    assert stopped == ["generator-1", "generator-2"] and list(client.health()) == ["generator-0"]
+    refusing = Mesh("generator-1")
+    refusing.broken["fetch"] = died("generator-1", "fetch")
+    replicas, _, stopped = replicas_of(client, meshes={"generator-1": refusing})
+    with pytest.raises(RuntimeError, match="generator-1: did not load the weights: generator-1-0.fetch: its process"):
+        await replicas.scale(3)
+    assert stopped == ["generator-1", "generator-2"] and list(client.health()) == ["generator-0"]
+    await settle()
+    assert versions.holders() == {1: ["generator-0", "newest"]}
+
+
+async def test_a_run_keeps_a_healthy_replica():
+    _, versions, client = client_of(2)
+    await client.pull(await versions.publish())
+    replicas, _, stopped = replicas_of(client)
+    with pytest.raises(ValueError, match="replicas=0: a run needs a generator; use at least 1"):
+        await replicas.scale(0)
+    client._lose(client._replicas[0], died("generator-0", "sample"))
+    with pytest.raises(ValueError, match="replicas=1: 1 would leave, and of 2 replicas 1 are healthy; ask again once"):
+        await replicas.scale(1)
+    assert stopped == []
+
+
+async def test_requests_in_the_run_directory_are_done_once_and_answered(tmp_path):
+    _, versions, client = client_of(1)
+    await client.pull(await versions.publish())
+    replicas, started, _ = replicas_of(client)
+    replica_request.ask(tmp_path, 7)  # of an earlier attempt
+    async with scaled_on_request(replicas, tmp_path):
+        request = replica_request.ask(tmp_path, 2)
+        answer = await answer_to(tmp_path, request)
+        assert (answer.replicas, answer.problem) == (2, "")
+        refused = await answer_to(tmp_path, replica_request.ask(tmp_path, 0))
+        assert (refused.replicas, refused.problem) == (2, "replicas=0: a run needs a generator; use at least 1")
+    assert [mesh.role for mesh in started] == ["generator-1"] and list(tmp_path.iterdir()) == []
+
+
+async def test_a_run_whose_replicas_are_fixed_says_so_and_a_broken_file_does_no_harm(tmp_path, caplog):
+    async with scaled_on_request(None, tmp_path):
+        (tmp_path / "scale.json").write_text(json.dumps({"replicas": "many"}))
+        await asyncio.sleep(1.0)
+        assert caplog.text.count("is no request; ask with `torchtitan-rl scale`") == 1
+        answer = await answer_to(tmp_path, replica_request.ask(tmp_path, 2))
+        assert answer.problem.startswith("replicas=2: is fixed in this run")
+
+
+async def answer_to(run, request):
+    async def wait():
+        while (answer := replica_request.answer_to(run, request)) is None:
+            await asyncio.sleep(0.05)
+        return answer
+
+    return await asyncio.wait_for(wait(), 10)
