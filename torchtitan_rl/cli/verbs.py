@@ -64,6 +64,12 @@ def _audit() -> ModuleType:
     return audit
 
 
+def _replay() -> ModuleType:
+    from torchtitan_rl.cli import replay
+
+    return replay
+
+
 def _export() -> ModuleType:
     from torchtitan_rl.cli import export
 
@@ -185,6 +191,12 @@ VERBS = {
     ),
     "audit": Verb(
         "check that a run's records agree: every draw ended once", _audit, "torchtitan-rl audit runs/first", quiet=True
+    ),
+    "replay": Verb(
+        "take the steps of a recorded run again: the same tokens, gradients, weights",
+        _replay,
+        "torchtitan-rl replay runs/first --to 20 --verify --backend local",
+        quiet=True,
     ),
     "export": Verb(
         "write a checkpoint's policy as a Hugging Face directory",

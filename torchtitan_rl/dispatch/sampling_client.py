@@ -74,6 +74,8 @@ class SamplingClient:
         """The requests of this iteration of the event loop, by the version they are pinned to."""
         self._waiting: list[tuple[_Batch, int | None]] = []
         """Requests that wait for a replacement, with the version they are pinned to."""
+        self.num_requests = 0
+        """The requests so far."""
         self._tasks: set[asyncio.Task] = set()
 
     def _new_replica(self, index: int, mesh: RoleMesh) -> Replica:
@@ -216,6 +218,8 @@ class SamplingClient:
         if not self._pending[version]:
             # Two iterations of the event loop: requests of asyncio tasks that started in this iteration travel too.
             loop.call_soon(loop.call_soon, self._flush, version)
+        self.num_requests += 1
+        request.number = self.num_requests
         self._pending[version].append((request, future))
         return await future
 
