@@ -2,8 +2,8 @@
 order, however early they come.
 
 Requests are recognised by `record.schedule.request_key`. Of equal requests the first to come is the first in the
-record. What the record does not have, such as requests that came to the recorded engine after its last step, waits until
-the engine is idle at the end of the record.
+record. What the record does not have, such as requests that came to the recorded engine after its last step, waits
+until the engine is idle at the end of the record.
 """
 
 from __future__ import annotations

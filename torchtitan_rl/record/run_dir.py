@@ -10,6 +10,7 @@ versions/              a table with one record per publication of the policy's w
 attempts/              a table with one record per start of the run; see `record.attempts`
 events/                a table with one record per warning of the controller; see `record.status`
 samples/               a table with one record per process and replica every few seconds; see `health.samples`
+schedule/attempt-N/    what the engines of an attempt executed when; see `record.schedule`
 checksums.jsonl        checksums of finished files; see `record.checksums`
 status.json            what the run is doing now; see `record.status`
 checkpoints/step-N     resumable state after N steps; see `weights.checkpoint`

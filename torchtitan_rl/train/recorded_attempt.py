@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torchtitan_rl.health.run_reader import Run
 from torchtitan_rl.record import attempts
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.record.schedule import Schedules, engine_files, read_environment, schedule_of
@@ -85,6 +86,11 @@ def recorded_attempt(run: Path, *, first: int | None, last: int | None) -> Recor
     if start == begins:
         name, num_requests = record["resumed_from"], 0
         path = None if name is None else run / "checkpoints" / name
+    elif lag := Run(run_dir).config().get("algorithm", {}).get("max_policy_lag"):
+        raise ValueError(
+            f"--from={start}: with algorithm.max_policy_lag={lag} requests are under way at a checkpoint, which "
+            f"older weights have begun; a replay begins where attempt {number} began, after step {begins}"
+        )
     else:
         path, num_requests = run_dir.checkpoint_path(start), None
     if path is not None and (problem := "is missing" if not path.is_dir() else checkpoint.problem(path)):
