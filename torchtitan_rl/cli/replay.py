@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import json
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", dest="last", type=int, metavar="STEP", help="the last step; default: the run's")
     parser.add_argument("--verify", action="store_true", help="compare with the record and name the first difference")
     parser.add_argument("--elsewhere", action="store_true", help="although versions, processor or cores differ")
+    parser.add_argument(
+        "--config", default="", metavar="FILE", help="the run's config file, where it defines functions of its own"
+    )
     parser.add_argument("--output-dir", default="", help="default: runs/replay-NAME-DATE-TIME")
     parser.add_argument(
         "--backend",
@@ -41,12 +45,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from torchtitan_rl.config.load import load_config
     from torchtitan_rl.train.recorded_attempt import recorded_attempt
 
     recorded = recorded_attempt(Path(args.run), first=args.first, last=args.last)
     if not args.elsewhere:
         _check_environment(recorded)
-    config = _config(recorded, args.output_dir, args.backend)
+    if args.config:
+        load_config(args.config)  # imports its functions, under the name that config.json has
+    config = _config(recorded, args.output_dir)
     args.hosts = []
     checked_backend(args, config, generators_only=False)
     return exit_status.end_with(_replay(args, config, recorded))
@@ -70,7 +77,7 @@ def _check_environment(recorded: RecordedAttempt) -> None:
         )
 
 
-def _config(recorded: RecordedAttempt, output_dir: str, backend: str) -> RunConfig:
+def _config(recorded: RecordedAttempt, output_dir: str) -> RunConfig:
     """The run's config, with as many threads as its processes had and with no cadence of the clock's."""
     from torchtitan_rl.config.resolve import rebuilt
     from torchtitan_rl.launch.threads import side_by_side
@@ -85,8 +92,11 @@ def _config(recorded: RecordedAttempt, output_dir: str, backend: str) -> RunConf
     config.output_dir = output_dir or dated(f"replay-{config.name}")
     config.controller.checkpoint_every, config.controller.max_hours = 0, 0.0
     config.record.diagnose, config.record.schedule = False, True
-    if config.algorithm.max_policy_lag and recorded.environment["shares_cores"]:
+    if config.algorithm.max_policy_lag and recorded.environment.get("shares_cores"):
         config = side_by_side(config)
+    # Replica i follows engine i, also one that was lost or that took a lost one's place; none is lost again.
+    generator = dataclasses.replace(config.generator, num_replicas=recorded.num_engines, num_spares=0)
+    config = dataclasses.replace(config, generator=generator)
     validate(config)
     return config
 

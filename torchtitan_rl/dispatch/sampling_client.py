@@ -13,6 +13,7 @@ import torch
 
 from torchtitan_rl.actors.operations import GeneratorOperations, Operation
 from torchtitan_rl.dispatch.placement import Placement
+from torchtitan_rl.dispatch.recorded_routes import RecordedRoutes
 from torchtitan_rl.dispatch.repair import Repair, TooManyRestarts, end
 from torchtitan_rl.dispatch.replica import Replica, ReplicaLost, VersionRefused
 from torchtitan_rl.dispatch.role_mesh import RoleMesh
@@ -54,13 +55,16 @@ class SamplingClient:
         verify: bool = True,
         placement: Placement | None = None,
         repair: Repair | None = None,
+        routes: RecordedRoutes | None = None,
     ):
         """`placement` gives generators their turns on shared devices; None: no role shares devices. `repair` replaces
-        lost replicas; None: they stay lost."""
+        lost replicas; None: they stay lost. `routes`: a replay sends each request where it was; None: a router
+        chooses."""
         self._versions, self._placement, self._repair = versions, placement, repair
         self._verify, self._max_model_len, self._timeout_s = verify, max_model_len, timeout_s
-        self._router = Router(len(replicas)) if len(replicas) > 1 else None
-        """None with one replica, which gets every request."""
+        self._routes = routes
+        self._router = Router(len(replicas)) if len(replicas) > 1 and routes is None else None
+        """None with one replica, which gets every request, and with `routes`."""
         self._replicas = [self._new_replica(index, mesh) for index, mesh in enumerate(replicas)]
         self._healthy_indices = list(range(len(replicas)))
         """The replicas that are not lost. The list is replaced when one is lost or comes back: the router looks at the
@@ -237,7 +241,12 @@ class SamplingClient:
             else:
                 _fail(batch, error)
             return
-        shares = {healthy[0]: batch} if self._router is None else self._route(self._router, batch, version, healthy)
+        if self._routes is not None:
+            shares = _shares_as_recorded(self._routes, batch)
+        elif self._router is None:
+            shares = {healthy[0]: batch}
+        else:
+            shares = self._route(self._router, batch, version, healthy)
         for index, share in shares.items():
             self._start(running("hand requests and answers over", self._send(index, share, version)))
 
@@ -371,6 +380,20 @@ class SamplingClient:
             waiting, self._waiting = self._waiting, []
             for batch, version in waiting:
                 self._dispatch(batch, version)
+
+
+def _shares_as_recorded(routes: RecordedRoutes, batch: _Batch) -> dict[int, _Batch]:
+    """Index of a replica -> its share of the requests. A request that a lost engine left unanswered goes there too, as
+    company for those that it answered, and its answer there is nobody's."""
+    shares: dict[int, _Batch] = defaultdict(list)
+    for request, future in batch:
+        *lost, answering = routes.route(request)
+        for index in lost:
+            nobodys = asyncio.get_running_loop().create_future()
+            nobodys.add_done_callback(lambda done: done.cancelled() or done.exception())  # read: asyncio would warn
+            shares[index].append((request, nobodys))
+        shares[answering].append((request, future))
+    return shares
 
 
 def _fail(batch: _Batch, error: BaseException) -> None:

@@ -36,7 +36,7 @@ from torchtitan_rl.engine.followed_schedule import FollowedSchedule
 from torchtitan_rl.engine.plan import whole_parameters
 from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.model.spec import build_spec
-from torchtitan_rl.record.schedule import ScheduleFile, Schedules, digests, read_schedule, since
+from torchtitan_rl.record.schedule import ScheduleFile, Schedules, digests, followed_entries
 from torchtitan_rl.record.tracing import span
 from torchtitan_rl.types import Request
 
@@ -117,10 +117,7 @@ class Engine:
         if schedules is not None and self._leads:
             self._recording = ScheduleFile(schedules.directory, role)
             if file := schedules.followed.get(role):
-                entries = list(read_schedule(Path(file)))
-                self._followed = FollowedSchedule(
-                    since(entries, schedules.after_request) if schedules.after_request else entries
-                )
+                self._followed = FollowedSchedule(followed_entries(Path(file), schedules))
             self._patience_s = schedules.patience_s
         self._asleep: set[str] = set()
         """Of `"weights"` and `"kv_cache"`, what the device does not have."""

@@ -114,6 +114,10 @@ class MeshLauncher(Launcher, Protocol):
     actors, and this process."""
 
     @property
+    def schedules(self) -> Schedules | None:
+        """Where generators record their schedules, and which they follow; None: nowhere, and none."""
+
+    @property
     def one_host(self) -> bool:
         """Whether all role meshes are on one host: weights may then travel through shared memory."""
 

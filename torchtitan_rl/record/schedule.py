@@ -47,6 +47,7 @@ __all__ = [
     "digests",
     "engine_files",
     "environment",
+    "followed_entries",
     "read_environment",
     "read_schedule",
     "request_key",
@@ -142,6 +143,12 @@ def digests(tensors: Mapping[str, torch.Tensor]) -> str:
         return xxhash.xxh3_64_hexdigest(data.data)[:8]
 
     return "".join(digest(tensors[name]) for name in sorted(tensors))
+
+
+def followed_entries(file: Path, schedules: Schedules) -> list[Entry]:
+    """The commands of an engine that a replay follows."""
+    entries = list(read_schedule(file))
+    return since(entries, schedules.after_request) if schedules.after_request else entries
 
 
 def since(entries: Iterable[Entry], num_requests: int) -> list[Entry]:

@@ -32,6 +32,8 @@ class RecordedAttempt:
     """What it begins from; None: the beginning of the run."""
     num_requests: int
     """The requests of the attempt that were sent before the checkpoint; 0 where the attempt began there."""
+    num_engines: int
+    """The replicas of the attempt, those that took a lost one's place included."""
     environment: dict[str, Any]
     """What `record.schedule.environment` said at the time."""
     batches: list[list[int]] = field(default_factory=list)
@@ -72,11 +74,6 @@ def recorded_attempt(run: Path, *, first: int | None, last: int | None) -> Recor
             f"run={str(run)!r}: attempt {number} has no schedule; runs record one from this version on, unless "
             "record.schedule=False"
         )
-    if len(engines) > 1:
-        raise ValueError(
-            f"run={str(run)!r}: attempt {number} had {len(engines)} engines (replicas, or replacements of lost ones); "
-            "a replay follows one engine"
-        )
     start = begins if first is None else first
     if start != begins and start not in steps or not begins <= start < to:
         raise ValueError(
@@ -107,6 +104,7 @@ def recorded_attempt(run: Path, *, first: int | None, last: int | None) -> Recor
         last=to,
         checkpoint=path,
         num_requests=num_requests,
+        num_engines=len(engines),
         environment=read_environment(schedule_of(run, number)),
         batches=_batches(run_dir, number, start),
     )

@@ -30,6 +30,14 @@ def test_an_attempt_is_read_with_its_batches(run):
     assert schedules.followed == {"generator-0": str(schedule_of(run.path, 1) / "generator-0-1.jsonl")}
 
 
+def test_an_engine_that_was_replaced_and_its_replacement_are_followed_by_a_replica_each(run):
+    ScheduleFile(str(schedule_of(run.path, 1)), "generator-0").close()
+    recorded = recorded_attempt(run.path, first=None, last=None)
+    files = recorded.schedules(run.path / "elsewhere", None).followed
+    assert recorded.num_engines == 2 and list(files) == ["generator-0", "generator-1"]
+    assert files["generator-1"].endswith("generator-0-2.jsonl")
+
+
 def test_the_attempt_that_trained_the_last_step_is_replayed_from_its_checkpoint(run):
     attempts.begin(run, "step-2", "reinforcement", 2)
     ScheduleFile(str(schedule_of(run.path, 2)), "generator-0").close()
@@ -53,15 +61,12 @@ def test_unknown_steps_are_refused(run, first, last, message):
         recorded_attempt(run.path, first=first, last=last)
 
 
-def test_a_run_without_a_schedule_or_with_several_engines_is_refused(run, tmp_path):
+def test_a_run_without_a_schedule_is_refused(run, tmp_path):
     bare = made_run(tmp_path / "bare").path
     with pytest.raises(ValueError, match=r"attempt 1 has no schedule; runs record one from this version on"):
         recorded_attempt(bare, first=None, last=None)
     with pytest.raises(ValueError, match="is no run directory"):
         recorded_attempt(tmp_path, first=None, last=None)
-    ScheduleFile(str(schedule_of(run.path, 1)), "generator-0").close()
-    with pytest.raises(ValueError, match=r"attempt 1 had 2 engines .*a replay follows one engine"):
-        recorded_attempt(run.path, first=None, last=None)
 
 
 def test_a_checkpoint_in_the_middle_is_refused_at_a_lag(run):
