@@ -3,7 +3,17 @@
 import pytest
 import torch
 
-from torchtitan_rl.record.schedule import Entry, ScheduleFile, digests, engine_files, read_schedule, request_key, since
+from torchtitan_rl.record.run_dir import RunDir
+from torchtitan_rl.record.schedule import (
+    Entry,
+    ScheduleFile,
+    digests,
+    engine_files,
+    read_schedule,
+    request_key,
+    schedule_of,
+    since,
+)
 from torchtitan_rl.types import Request, SamplingParams
 
 
@@ -71,4 +81,18 @@ def test_what_came_before_a_checkpoint_is_left_out_but_for_the_last_load():
         (0, None, 1),
         (2, None, 1),
         (8, 5, 0),
+    ]
+
+
+def test_a_schedule_that_has_changed_since_is_named(tmp_path):
+    run_dir = RunDir.create(tmp_path)
+    file = ScheduleFile(str(schedule_of(tmp_path, 1)), "generator-0")
+    file.admitted(0, 0, [request(7)])
+    run_dir.note_checksums()
+    file.admitted(1, 1, [request(8)])
+    file.close()
+    assert run_dir.checksums.problems() == []  # it has grown
+    file.path.write_bytes(b"[" + file.path.read_bytes()[1:])
+    assert [problem.split(":")[0] for problem in run_dir.checksums.problems()] == [
+        "schedule/attempt-1/generator-0-1.jsonl"
     ]
