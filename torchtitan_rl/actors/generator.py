@@ -13,6 +13,7 @@ from torchtitan_rl import adapters, platform
 from torchtitan_rl.actors.process import heavy_imports, prepare_process
 from torchtitan_rl.config.meshes import GeneratorConfig
 from torchtitan_rl.config.model import ModelConfig
+from torchtitan_rl.record.schedule import Schedules
 from torchtitan_rl.types import Request
 
 __all__ = ["Generator"]
@@ -32,9 +33,11 @@ class Generator(Actor):
         log_dir: str | None,
         store_name: str,
         sleeps: bool = False,
+        schedules: Schedules | None = None,
     ):
-        """`sleeps`: the generator shares devices with trainers; `sleep` frees the devices."""
-        self.sleeps = sleeps
+        """`sleeps`: the generator shares devices with trainers; `sleep` frees the devices. `schedules`: what the engine
+        records of its schedule, and what it follows; None: neither."""
+        self.sleeps, self.schedules = sleeps, schedules
         self.config, self.model, self.role, self.seed = config, model, role, seed
         self.log_dir, self.store_name = log_dir, store_name
 
@@ -53,7 +56,16 @@ class Generator(Actor):
         store = WeightStore(self.store_name)
         if self.config.model_impl != "vllm":  # vLLM's own models cut whole tensors themselves
             store.fetcher.part = rank, world_size
-        self.rank = GeneratorRank(self.config, self.model, self.seed, rank, store, sleeps=self.sleeps)
+        self.rank = GeneratorRank(
+            self.config,
+            self.model,
+            self.seed,
+            rank,
+            store,
+            sleeps=self.sleeps,
+            role=self.role,
+            schedules=self.schedules,
+        )
         await self.rank.start(threads)
 
     @concurrent_endpoint

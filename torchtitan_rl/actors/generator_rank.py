@@ -15,6 +15,7 @@ from torchtitan_rl.actors.profiling import profiled
 from torchtitan_rl.config.meshes import GeneratorConfig
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.engine.engine import Engine
+from torchtitan_rl.record.schedule import Schedules
 from torchtitan_rl.record.tracing import span
 from torchtitan_rl.types import Request
 from torchtitan_rl.weights import layout
@@ -43,13 +44,15 @@ class GeneratorRank:
         store: VersionedStore,
         *,
         sleeps: bool = False,
+        role: str = "generator-0",
+        schedules: Schedules | None = None,
     ):
         """`model.assets` is a directory with a config.json and the tokenizer. `sleeps`: the engine shares devices with
-        trainers; `sleep` frees the devices."""
+        trainers; `sleep` frees the devices. `schedules`: see `Engine`."""
         self.store = store
         self._waiting: dict[int, dict[asyncio.Future, int]] = {}
         """Ticket -> the requests that are not answered, each with its index."""
-        self.engine = Engine(config, model, seed, rank, sleeps=sleeps)
+        self.engine = Engine(config, model, seed, rank, sleeps=sleeps, role=role, schedules=schedules)
 
     async def start(self, num_threads: int) -> None:
         """Builds the engine, with random weights until the first `load`."""

@@ -70,6 +70,12 @@ def _scale() -> ModuleType:
     return scale
 
 
+def _replay() -> ModuleType:
+    from torchtitan_rl.cli import replay
+
+    return replay
+
+
 def _export() -> ModuleType:
     from torchtitan_rl.cli import export
 
@@ -196,6 +202,12 @@ VERBS = {
         "give a run that goes on another number of generator replicas",
         _scale,
         "torchtitan-rl scale runs/first --replicas 3",
+    ),
+    "replay": Verb(
+        "take the steps of a recorded run again: the same tokens, gradients, weights",
+        _replay,
+        "torchtitan-rl replay runs/first --to 20 --verify --backend local",
+        quiet=True,
     ),
     "export": Verb(
         "write a checkpoint's policy as a Hugging Face directory",

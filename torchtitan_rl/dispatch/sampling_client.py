@@ -13,6 +13,7 @@ import torch
 
 from torchtitan_rl.actors.operations import GeneratorOperations, Operation
 from torchtitan_rl.dispatch.placement import Placement
+from torchtitan_rl.dispatch.recorded_routes import RecordedRoutes
 from torchtitan_rl.dispatch.repair import Repair, TooManyRestarts, catch_up, end
 from torchtitan_rl.dispatch.replica import Replica, ReplicaLost, VersionRefused
 from torchtitan_rl.dispatch.role_mesh import RoleMesh
@@ -54,12 +55,15 @@ class SamplingClient:
         verify: bool = True,
         placement: Placement | None = None,
         repair: Repair | None = None,
+        routes: RecordedRoutes | None = None,
     ):
         """`placement` gives generators their turns on shared devices; None: no role shares devices. `repair` replaces
-        lost replicas; None: they stay lost."""
+        lost replicas; None: they stay lost. `routes`: a replay sends each request where it was; None: a router
+        chooses."""
         self._versions, self._placement, self._repair = versions, placement, repair
         self._verify, self._max_model_len, self._timeout_s = verify, max_model_len, timeout_s
-        self._router = Router(len(replicas))
+        self._router, self._routes = Router(len(replicas)), routes
+        """The router counts nothing in a replay."""
         self._replicas = [self._new_replica(index, mesh) for index, mesh in enumerate(replicas)]
         self._leaving: set[int] = set()
         """The replicas that get no further request, and leave once theirs are answered."""
@@ -79,6 +83,8 @@ class SamplingClient:
         """The requests of this iteration of the event loop, by the version they are pinned to."""
         self._waiting: list[tuple[_Batch, int | None]] = []
         """Requests that wait for a replacement, with the version they are pinned to."""
+        self.num_requests = 0
+        """The requests so far."""
         self._tasks: set[asyncio.Task] = set()
 
     def _new_replica(self, index: int, mesh: RoleMesh) -> Replica:
@@ -113,8 +119,9 @@ class SamplingClient:
         return [replica.stall_s for replica in self._members()]
 
     def request_times(self) -> dict[str, tuple[float, int]]:
-        """Role of each replica, also of those that have left -> `Router.times`; {} where there was one only."""
-        if len(self._replicas) == 1:
+        """Role of each replica, also of those that have left -> `Router.times`; {} where there was one only, and in a
+        replay."""
+        if len(self._replicas) == 1 or self._routes is not None:
             return {}
         times = zip(self._replicas, self._router.times(), strict=False)  # the router knows a replica that is joining
         return {replica.mesh.role: of_replica for replica, of_replica in times}
@@ -225,6 +232,8 @@ class SamplingClient:
         if not self._pending[version]:
             # Two iterations of the event loop: requests of asyncio tasks that started in this iteration travel too.
             loop.call_soon(loop.call_soon, self._flush, version)
+        self.num_requests += 1
+        request.number = self.num_requests
         self._pending[version].append((request, future))
         return await future
 
@@ -242,7 +251,8 @@ class SamplingClient:
             else:
                 _fail(batch, error)
             return
-        for index, share in self._route(batch, version, healthy).items():
+        shares = self._route(batch, version, healthy) if self._routes is None else _as_recorded(self._routes, batch)
+        for index, share in shares.items():
             self._start(running("hand requests and answers over", self._send(index, share, version)))
 
     def _route(self, batch: _Batch, version: int | None, healthy: list[int]) -> dict[int, _Batch]:
@@ -287,7 +297,8 @@ class SamplingClient:
 
     def _finished(self, index: int, num_requests: int, version: int | None) -> None:
         """Notes that a replica has answered requests, or never will."""
-        self._router.finished(index, num_requests, version)
+        if self._routes is None:
+            self._router.finished(index, num_requests, version)
         if index in self._leaving:
             self._progress.set()
 
@@ -428,6 +439,20 @@ class SamplingClient:
             waiting, self._waiting = self._waiting, []
             for batch, version in waiting:
                 self._dispatch(batch, version)
+
+
+def _as_recorded(routes: RecordedRoutes, batch: _Batch) -> dict[int, _Batch]:
+    """Index of a replica -> its share of the requests. A request that a lost engine left unanswered goes there too, as
+    company for those that it answered, and its answer there is nobody's."""
+    shares: dict[int, _Batch] = defaultdict(list)
+    for request, future in batch:
+        *lost, answering = routes.route(request)
+        for index in lost:
+            nobodys = asyncio.get_running_loop().create_future()
+            nobodys.add_done_callback(lambda done: done.cancelled() or done.exception())  # read: asyncio would warn
+            shares[index].append((request, nobodys))
+        shares[answering].append((request, future))
+    return shares
 
 
 def _fail(batch: _Batch, error: BaseException) -> None:

@@ -14,9 +14,10 @@ import threading
 import time
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any
 
 import torch
 from vllm import LLMEngine
@@ -29,14 +30,17 @@ from torchtitan_rl.config.meshes import GeneratorConfig
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.engine import noise, vllm_internals, vllm_model
 from torchtitan_rl.engine.arguments import engine_args
+from torchtitan_rl.engine.command import Command
 from torchtitan_rl.engine.engine_requests import completion, engine_params, has_nan, scores
+from torchtitan_rl.engine.followed_schedule import FollowedSchedule
 from torchtitan_rl.engine.plan import whole_parameters
 from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.model.spec import build_spec
+from torchtitan_rl.record.schedule import ScheduleFile, Schedules, digests, followed_entries
 from torchtitan_rl.record.tracing import span
 from torchtitan_rl.types import Request
 
-__all__ = ["Command", "Engine"]
+__all__ = ["Engine"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,16 +58,6 @@ class _InFlight:
     top_k: int = 0  # `Request.top_k` of a scoring request
 
 
-@dataclass(slots=True)
-class Command:
-    """An instruction that every rank executes before the next engine step. Data only: rank 0 broadcasts commands."""
-
-    kind: Literal["add", "load", "sleep", "wake"] = "add"
-    argument: Any = field(default_factory=list)
-    """`add`: a list of (request id, request). `load`: a policy version. `wake`: a part's name. `sleep`: unused."""
-    more: bool = False  # whether another command is executed before the engine steps
-
-
 class Engine:
     """An engine and its thread. The public methods may be called from any thread of the process: `submit`, `load`,
     `sleep`, `wake` and `probe` of rank 0 alone. They return futures, which the engine's thread answers.
@@ -76,10 +70,19 @@ class Engine:
     _engine: LLMEngine
 
     def __init__(
-        self, config: GeneratorConfig, model: ModelConfig, seed: int, rank: int, *, sleeps: bool = False
+        self,
+        config: GeneratorConfig,
+        model: ModelConfig,
+        seed: int,
+        rank: int,
+        *,
+        sleeps: bool = False,
+        role: str = "generator-0",
+        schedules: Schedules | None = None,
     ) -> None:
         """`model.assets` is a directory with a config.json and the tokenizer. `sleeps`: the engine shares its device
-        with a trainer."""
+        with a trainer. `schedules`: where rank 0 records what it executes when, and what it follows; None: nowhere,
+        and nothing."""
         self._config, self._model_config, self._seed, self._sleeps = config, model, seed, sleeps
         self._spec = build_spec(model)
         self._leads = rank == 0
@@ -94,6 +97,8 @@ class Engine:
         self._commands: queue.SimpleQueue[tuple[Command, list[Future]]] = queue.SimpleQueue()
         self._probes: queue.SimpleQueue[Future] = queue.SimpleQueue()
         self._staged: dict[int, dict[str, torch.Tensor]] = {}
+        self._digests: dict[int, str] = {}
+        """Of the staged versions, where a schedule is recorded."""
         self._num_requests = 0
         self._closing = False
 
@@ -102,6 +107,18 @@ class Engine:
         self._current: list[Future] = []
         """Futures of the command being executed."""
         self._num_loads = 0
+        self._iteration = 0
+        """The engine steps so far."""
+        self._recording: ScheduleFile | None = None
+        self._followed: FollowedSchedule | None = None
+        self._patience_s: float | None = None
+        self._awaited_since: float | None = None
+        """Since when the engine stands still for a command of the followed schedule, by `time.monotonic`."""
+        if schedules is not None and self._leads:
+            self._recording = ScheduleFile(schedules.directory, role)
+            if file := schedules.followed.get(role):
+                self._followed = FollowedSchedule(followed_entries(Path(file), schedules))
+            self._patience_s = schedules.patience_s
         self._asleep: set[str] = set()
         """Of `"weights"` and `"kv_cache"`, what the device does not have."""
         self._cache_has_nan = False
@@ -135,6 +152,8 @@ class Engine:
 
     def stage(self, version: int, tensors: dict[str, torch.Tensor]) -> None:
         """Keeps the tensors of a version on this rank until rank 0 commands the load."""
+        if self._recording is not None:
+            self._digests[version] = digests(tensors)
         self._staged[version] = tensors
 
     def load(self, version: int) -> Future:
@@ -198,6 +217,8 @@ class Engine:
                 self._iterate()
             self._failure = RuntimeError("it was closed")
             self._fail_waiting()
+            if self._recording is not None:
+                self._recording.close()
             vllm_internals.shut_down(self._engine)
         except BaseException as error:  # any error at all: a caller would wait forever for a dead thread
             logger.exception("the engine thread failed")
@@ -247,6 +268,8 @@ class Engine:
             waiting += self._commands.get_nowait()[1]
         while not self._probes.empty():
             waiting.append(self._probes.get_nowait())
+        if self._followed is not None:
+            waiting += self._followed.futures()
         for future in waiting:
             if future is not None and not future.done():
                 future.set_exception(RuntimeError(f"the engine has stopped: {self._failure!r}"))
@@ -266,7 +289,9 @@ class Engine:
     def _next(self) -> tuple[Command, list[Future]]:
         """The next command and, on rank 0, its futures. Without one: a command to add no request."""
         command, futures = Command(), []
-        if self._leads:
+        if self._followed is not None and not self._followed.is_over:
+            command, futures = self._next_followed(self._followed)
+        elif self._leads:
             wait_s = 0.0 if self._has_work() else _IDLE_WAIT_S
             with suppress(queue.Empty):
                 command, futures = self._commands.get(timeout=wait_s)
@@ -274,6 +299,25 @@ class Engine:
         if self._config.tensor_parallel_degree > 1:
             command = vllm_internals.from_leader(command)
         return command, futures
+
+    def _next_followed(self, followed: FollowedSchedule) -> tuple[Command, list[Future]]:
+        """The command that the followed schedule has next. Without one after a while: an empty command, before which no
+        step is taken."""
+        while not self._commands.empty():
+            followed.receive(*self._commands.get_nowait())
+        received = followed.next(self._iteration, len(self._in_flight), has_work=self._has_work())
+        if received is not None:
+            self._awaited_since = None
+            return received
+        self._answer_probes()
+        now = time.monotonic()
+        self._awaited_since = self._awaited_since or now
+        if self._patience_s is not None and now - self._awaited_since > self._patience_s:
+            waited = f"at iteration {self._iteration}, {followed.awaited()} have not come for {self._patience_s:g} s"
+            return followed.part(waited)
+        with suppress(queue.Empty):
+            followed.receive(*self._commands.get(timeout=_IDLE_WAIT_S))
+        return Command(more=not self._closing), []
 
     def _execute(self, command: Command, futures: list[Future]) -> None:
         if command.kind == "add":
@@ -287,16 +331,20 @@ class Engine:
 
     def _step(self) -> None:
         """Answers health probes, and takes one engine step if there is work."""
-        while not self._probes.empty():
-            self._probes.get_nowait().set_result(None)
+        self._answer_probes()
         if self._has_work():
             with span("engine step"):
                 for output in self._engine.step():
                     if output.finished:
                         self._finish(output)
+            self._iteration += 1
         if self._cache_has_nan and not self._engine.has_unfinished_requests():
             # No later request reads what a NaN was computed from.
             self._cache_has_nan = not self._engine.reset_prefix_cache()
+
+    def _answer_probes(self) -> None:
+        while not self._probes.empty():
+            self._probes.get_nowait().set_result(None)
 
     def _has_work(self) -> bool:
         return self._engine.has_unfinished_requests() and not self._halted
@@ -312,6 +360,8 @@ class Engine:
                 "SamplingClient, which wakes it"
             )
             return _answer(futures, error)
+        if self._recording is not None:
+            self._recording.admitted(self._iteration, len(self._in_flight), [request for _, request in requests])
         with span("add requests"):
             for (request_id, request), future in zip_longest(requests, futures):  # ranks other than 0 have no futures
                 self._add(request_id, request, future)
@@ -376,6 +426,10 @@ class Engine:
             for future in futures:
                 future.set_result(ValueError(refusal))
             return
+        if self._recording is not None:
+            self._recording.loaded(
+                self._iteration, len(self._in_flight), version, self._digests.pop(version), sorted(tensors)
+            )
         self.policy_version, self._num_loads = version, self._num_loads + 1
         for request in self._in_flight.values():
             request.version_starts.append((vllm_internals.num_sampled(self._engine, request.engine_id), version))

@@ -33,6 +33,7 @@ from torchtitan_rl.launch.liveness import JOIN_S
 from torchtitan_rl.launch.rendezvous import Rendezvous
 from torchtitan_rl.launch.spares import Spares
 from torchtitan_rl.launch.stack import start_generators, start_stack
+from torchtitan_rl.record.schedule import Schedules
 
 if TYPE_CHECKING:
     from torchtitan_rl.weights.store import WeightStore
@@ -56,6 +57,8 @@ class ActorLauncher:
     """Hosts for the meshes: this machine alone, unless `attach.attach` has connected to other hosts."""
     failures: list[str] = field(default_factory=list)
     """Monarch's reports of processes that died without `stop`; each report is also logged on arrival."""
+    schedules: Schedules | None = None
+    """Where generators record their schedules, and which they follow; None: nowhere, and none."""
     pids: list[int] = field(default_factory=list)
     """Processes of roles on this machine; empty where Monarch workers own the processes (`attached`)."""
     store_name: str = field(default_factory=lambda: f"weights-{uuid.uuid4().hex[:8]}")
@@ -138,7 +141,7 @@ class ActorLauncher:
                 await self._in_time(self._rendezvous(procs, place), f"{role}: rendezvous")
             actors = procs.spawn(
                 name, Generator, config, model, role, seed, self.log_dir, self.store_name,
-                share_with is not None,
+                share_with is not None, self.schedules,
             )  # fmt: skip
             return await self._set_up(role, actors, place, num_ranks=ranks, tensor_parallel_size=ranks)
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # a config is checked without Monarch and torch.distributed, 
     from torchtitan_rl.dispatch.versions import PolicyVersions
     from torchtitan_rl.launch.attach import Hosts
     from torchtitan_rl.launch.replicas import Replicas
+    from torchtitan_rl.record.schedule import Schedules
 
 __all__ = ["Backend", "Launcher", "MeshLauncher", "Stack"]
 
@@ -36,6 +37,10 @@ class Backend(Protocol):
     @property
     def in_this_process(self) -> bool:
         """Whether trainers, losses and rewards compute on the calling thread, where a debugger may stop them."""
+
+    @property
+    def has_engines(self) -> bool:
+        """Whether the generators are engines of this run, which can record their schedules."""
 
     def settle(self, config: RunConfig) -> RunConfig:
         """The config with nothing left open."""
@@ -55,8 +60,11 @@ class Backend(Protocol):
     def missing_weights(self, config: RunConfig) -> str:
         """Why a run that trains cannot start: files of weights are missing, or do not fit; "" when it can."""
 
-    def launcher(self, config: RunConfig, hosts: Hosts | None, log_dir: str) -> Launcher:
-        """What starts the run on the hosts that `hosts_for` returned. Processes log into `log_dir`."""
+    def launcher(
+        self, config: RunConfig, hosts: Hosts | None, log_dir: str, schedules: Schedules | None = None
+    ) -> Launcher:
+        """What starts the run on the hosts that `hosts_for` returned. Processes log into `log_dir`. `schedules`: where
+        generators record their schedules, and which they follow; None: nowhere, and none."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -107,6 +115,10 @@ class Launcher(Protocol):
 class MeshLauncher(Launcher, Protocol):
     """A launcher whose trainers and generators are meshes of ranks, over which `stack.start_stack` puts clients:
     actors, and this process."""
+
+    @property
+    def schedules(self) -> Schedules | None:
+        """Where generators record their schedules, and which they follow; None: nowhere, and none."""
 
     @property
     def one_host(self) -> bool:

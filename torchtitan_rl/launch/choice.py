@@ -22,6 +22,7 @@ from torchtitan_rl.validation.run import check_local, missing_weights
 
 if TYPE_CHECKING:
     from torchtitan_rl.launch.attach import Hosts
+    from torchtitan_rl.record.schedule import Schedules
 
 __all__ = ["BACKENDS", "ActorBackend", "LocalBackend", "RemoteBackend", "backend_of"]
 
@@ -31,6 +32,7 @@ class ActorBackend:
 
     takes_hosts = True
     in_this_process = False
+    has_engines = True
 
     def settle(self, config: RunConfig) -> RunConfig:
         return settled(config)
@@ -51,11 +53,15 @@ class ActorBackend:
     def missing_weights(self, config: RunConfig) -> str:
         return missing_weights(config) or _misfit(config)
 
-    def launcher(self, config: RunConfig, hosts: Hosts | None, log_dir: str) -> Launcher:
+    def launcher(
+        self, config: RunConfig, hosts: Hosts | None, log_dir: str, schedules: Schedules | None = None
+    ) -> Launcher:
         from torchtitan_rl.launch.actors import ActorLauncher
 
         start_s, call_s = config.controller.start_timeout_s, config.controller.call_timeout_s
-        return ActorLauncher(log_dir=log_dir, start_timeout_s=start_s, call_timeout_s=call_s, hosts=hosts)
+        return ActorLauncher(
+            log_dir=log_dir, start_timeout_s=start_s, call_timeout_s=call_s, hosts=hosts, schedules=schedules
+        )
 
 
 class LocalBackend:
@@ -63,6 +69,7 @@ class LocalBackend:
 
     takes_hosts = False
     in_this_process = True
+    has_engines = True
 
     def settle(self, config: RunConfig) -> RunConfig:
         return settled(config)
@@ -83,11 +90,13 @@ class LocalBackend:
     def missing_weights(self, config: RunConfig) -> str:
         return missing_weights(config) or _misfit(config)
 
-    def launcher(self, config: RunConfig, hosts: Hosts | None, log_dir: str) -> Launcher:
+    def launcher(
+        self, config: RunConfig, hosts: Hosts | None, log_dir: str, schedules: Schedules | None = None
+    ) -> Launcher:
         from torchtitan_rl.launch.local import LocalLauncher
 
         start_s, call_s = config.controller.start_timeout_s, config.controller.call_timeout_s
-        return LocalLauncher(log_dir=log_dir, start_timeout_s=start_s, call_timeout_s=call_s)
+        return LocalLauncher(log_dir=log_dir, start_timeout_s=start_s, call_timeout_s=call_s, schedules=schedules)
 
 
 class RemoteBackend:
@@ -95,6 +104,7 @@ class RemoteBackend:
 
     takes_hosts = False
     in_this_process = False
+    has_engines = False
 
     def settle(self, config: RunConfig) -> RunConfig:
         """Leaves out the export of the last checkpoint too, which is a default and no wish: a service keeps its
@@ -119,7 +129,9 @@ class RemoteBackend:
         """None are missing: the service has the weights of the models that it offers."""
         return ""
 
-    def launcher(self, config: RunConfig, hosts: Hosts | None, log_dir: str) -> Launcher:
+    def launcher(
+        self, config: RunConfig, hosts: Hosts | None, log_dir: str, schedules: Schedules | None = None
+    ) -> Launcher:
         from torchtitan_rl.launch.tinker import RemoteLauncher
 
         return RemoteLauncher(start_timeout_s=config.controller.start_timeout_s)

@@ -24,6 +24,7 @@ from torchtitan_rl.dispatch.local_mesh import LocalMesh
 from torchtitan_rl.launch.backend import Stack
 from torchtitan_rl.launch.inventory import use_interface_of
 from torchtitan_rl.launch.stack import start_generators, start_stack
+from torchtitan_rl.record.schedule import Schedules
 from torchtitan_rl.weights.versioned import MemoryStore
 
 __all__ = ["LocalLauncher"]
@@ -38,6 +39,8 @@ class LocalLauncher:
     log_dir: str
     start_timeout_s: float
     call_timeout_s: float
+    schedules: Schedules | None = None
+    """Where the generator records its schedule, and which it follows; None: nowhere, and none."""
     store: MemoryStore = field(default_factory=MemoryStore)
     one_host: bool = True
     attached: bool = False
@@ -83,7 +86,16 @@ class LocalLauncher:
                 with heavy_imports():
                     from torchtitan_rl.actors.generator_rank import GeneratorRank
 
-                rank = GeneratorRank(config, model, seed, 0, self.store, sleeps=share_with is not None)
+                rank = GeneratorRank(
+                    config,
+                    model,
+                    seed,
+                    0,
+                    self.store,
+                    sleeps=share_with is not None,
+                    role=role,
+                    schedules=self.schedules,
+                )
                 self._generators.append(rank)
                 mesh = LocalMesh(role, rank, timeout_s=self.call_timeout_s, in_order=False)
                 await mesh.call_all(GeneratorRank.start, threads, timeout_s=self.start_timeout_s)

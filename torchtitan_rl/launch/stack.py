@@ -12,6 +12,7 @@ from torchtitan_rl import platform
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.config.run import COLOCATION, RunConfig
 from torchtitan_rl.dispatch.placement import Placement
+from torchtitan_rl.dispatch.recorded_routes import RecordedRoutes
 from torchtitan_rl.dispatch.repair import Repair
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.dispatch.shared_plan import prefix_cost
@@ -21,6 +22,7 @@ from torchtitan_rl.launch.backend import MeshLauncher, Stack
 from torchtitan_rl.launch.replicas import Replicas
 from torchtitan_rl.launch.threads import side_by_side
 from torchtitan_rl.model.shape import resolve_shape
+from torchtitan_rl.record.schedule import Schedules, followed_entries
 
 __all__ = ["start_stack", "start_generators"]
 
@@ -80,9 +82,10 @@ async def start_stack(config: RunConfig, launcher: MeshLauncher, model_dir: Path
         one_host=launcher.one_host,
     )
     repair = None if placement else launcher.repair(config.generator)
-    generator = _sampling_client(config, meshes["generator"], versions, placement, repair)
+    routes = None if launcher.schedules is None else _routes(launcher.schedules)
+    generator = _sampling_client(config, meshes["generator"], versions, placement, repair, routes)
     replicas = None
-    if launcher.takes_replicas and placement is None:
+    if launcher.takes_replicas and placement is None and routes is None:
         start_one = partial(_start_generator, config, launcher, model_dir)
         replicas = Replicas(generator, start=start_one, stop=launcher.stop_generator)
     return Stack(
@@ -93,7 +96,7 @@ async def start_stack(config: RunConfig, launcher: MeshLauncher, model_dir: Path
 async def start_generators(config: RunConfig, launcher: MeshLauncher, model_dir: Path) -> Stack:
     """Starts generators alone, which hold no weights yet."""
     meshes = await asyncio.gather(*_generators(config, launcher, model_dir, None))
-    generator = _sampling_client(config, meshes, OneVersion(), None, None)
+    generator = _sampling_client(config, meshes, OneVersion(), None, None, None)
     return Stack(launcher=launcher, roles={}, generator=generator, versions=None, placement=None)
 
 
@@ -109,8 +112,19 @@ def _start_generator(
     return launcher.start_generator(config.generator, model, role=role, seed=config.seed, share_with=share_with)
 
 
+def _routes(schedules: Schedules) -> RecordedRoutes | None:
+    """Where the requests of a replay go; None where it follows no engine, or one, which gets every request."""
+    files = schedules.followed.values()
+    return RecordedRoutes([list(followed_entries(Path(file), schedules)) for file in files]) if len(files) > 1 else None
+
+
 def _sampling_client(
-    config: RunConfig, meshes, versions, placement: Placement | None, repair: Repair | None
+    config: RunConfig,
+    meshes,
+    versions,
+    placement: Placement | None,
+    repair: Repair | None,
+    routes: RecordedRoutes | None,
 ) -> SamplingClient:
     return SamplingClient(
         list(meshes),
@@ -120,4 +134,5 @@ def _sampling_client(
         verify=config.weight_sync.verify,
         placement=placement,
         repair=repair,
+        routes=routes,
     )

@@ -10,6 +10,7 @@ versions/              a table with one record per publication of the policy's w
 attempts/              a table with one record per start of the run; see `record.attempts`
 events/                a table with one record per warning of the controller; see `record.status`
 samples/               a table with one record per process and replica every few seconds; see `health.samples`
+schedule/attempt-N/    what the engines of an attempt executed when; see `record.schedule`
 checksums.jsonl        checksums of finished files; see `record.checksums`
 status.json            what the run is doing now; see `record.status`
 checkpoints/step-N     resumable state after N steps; see `weights.checkpoint`
@@ -114,12 +115,13 @@ class RunDir:
             self.tables[table].append(rows, durable=durable)
 
     def note_checksums(self, metrics_bytes: int | None = None) -> None:
-        """Notes the checksums of what is on disk now of metrics and tables, of metrics.jsonl the first `metrics_bytes`
-        (None: all)."""
+        """Notes the checksums of what is on disk now of metrics, tables and schedules, of metrics.jsonl the first
+        `metrics_bytes` (None: all)."""
         if self.metrics_file.exists():
             self.checksums.note(self.metrics_file, size=metrics_bytes)
         for table in self.tables.values():
             self.checksums.note(*table.files())
+        self.checksums.note(*sorted(self.path.glob("schedule/*/*.json*")))
 
     def metrics_size(self) -> int:
         """Bytes of metrics.jsonl, all of them on disk."""

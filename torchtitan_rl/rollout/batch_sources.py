@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.rollout.ahead import BatchesAhead
@@ -40,15 +40,23 @@ def lagged_batches(
     *,
     publications: list[int],
     finished: FinishedGroups,
+    recorded: Sequence[list[int]] = (),
 ) -> LaggedBatches:
     """Batches that are played while up to `algorithm.max_policy_lag` earlier ones train, in the order that
     `algorithm.batch_order` says. `publications` and `finished` are those of `LaggedBatches`, `admitted` is that of
-    `BatchPlayer`."""
+    `BatchPlayer`. `recorded` are the slots of the first batches, where a replay follows a record."""
     algorithm, max_tokens = config.algorithm, config.sampling.max_tokens
     player = BatchPlayer(algorithm, rollouts, draws, admitted, max_tokens=max_tokens)
     if algorithm.batch_order == "slots":
         return BatchesAhead(config, player, draws, state, publications=publications, finished=finished)
     slot_player = BatchPlayer(one_slot(algorithm), rollouts, draws, admitted, max_tokens=max_tokens)
     return FirstFinished(
-        config, player, draws, state, slot_player=slot_player, publications=publications, finished=finished
+        config,
+        player,
+        draws,
+        state,
+        slot_player=slot_player,
+        recorded=recorded,
+        publications=publications,
+        finished=finished,
     )

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import math
 from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -42,9 +43,13 @@ class FirstFinished(LaggedBatches):
     every slot trains, and in time.
     """
 
-    def __init__(self, *arguments: Any, slot_player: BatchPlayer, **keywords: Any) -> None:
-        """`slot_player` plays one slot at a time, see `one_slot`; the other arguments are those of `LaggedBatches`."""
+    def __init__(
+        self, *arguments: Any, slot_player: BatchPlayer, recorded: Sequence[list[int]] = (), **keywords: Any
+    ) -> None:
+        """`slot_player` plays one slot at a time, see `one_slot`; the other arguments are those of `LaggedBatches`.
+        `recorded` are the slots of the first batches, where a replay follows a record."""
         super().__init__(*arguments, **keywords)
+        self._recorded = deque(recorded)
         self._slot_player = slot_player
         self._slots: dict[int, _Slot] = {}
         """The slots in flight, by number, in order."""
@@ -109,6 +114,8 @@ class FirstFinished(LaggedBatches):
 
     async def _first(self) -> list[_Slot]:
         """The slots of the next batch: those that finished first among the slots that `_last_due` leaves."""
+        if self._recorded:
+            return await self._as_recorded(self._recorded.popleft())
         chosen: list[_Slot] = []
         waiting: dict[int, deque[tuple[int, _Slot]]] = defaultdict(deque)
         """Batch -> the slots that are due in it and have finished, each with its place in `_done`."""
@@ -126,6 +133,13 @@ class FirstFinished(LaggedBatches):
             else:
                 self._more.clear()
                 await self._more.wait()
+        return chosen
+
+    async def _as_recorded(self, slots: list[int]) -> list[_Slot]:
+        """These slots, once they have finished."""
+        while len(chosen := [slot for slot in self._done if slot.slot in slots]) < len(slots):
+            self._more.clear()
+            await self._more.wait()
         return chosen
 
     def _last_due(self, due: Counter[int], room: int) -> float:

@@ -40,6 +40,7 @@ from torchtitan_rl.record.recorder import (
 )
 from torchtitan_rl.record.records import Trained
 from torchtitan_rl.record.run_dir import RunDir
+from torchtitan_rl.record.schedule import Schedules, environment, schedule_of, write_environment
 from torchtitan_rl.record.tracing import running, span
 from torchtitan_rl.rollout import finished
 from torchtitan_rl.rollout.batch_sources import lagged_batches, synchronous_batches
@@ -62,6 +63,7 @@ from torchtitan_rl.train.overlap import Overlap
 from torchtitan_rl.train.overlapped_evaluations import OverlappedEvaluations
 from torchtitan_rl.train.preference import PairTrainer, prefer
 from torchtitan_rl.train.profiles import Profiles
+from torchtitan_rl.train.recorded_attempt import RecordedAttempt
 from torchtitan_rl.train.start import Inputs, read_inputs, start, stopped_on_failure
 from torchtitan_rl.train.step import count_bad, take_step, training_data
 from torchtitan_rl.train.supervised import supervise
@@ -96,8 +98,9 @@ class Controller(AbstractAsyncContextManager):
         stack: Stack,
         state: RunState | None = None,
         device_name: str | None = None,
+        recorded: RecordedAttempt | None = None,
     ) -> None:
-        """`device_name`: what `Backend.device_name` says of the trainers."""
+        """`device_name`: what `Backend.device_name` says of the trainers. `recorded`: what a replay follows."""
         self.config, self.run_dir, self.recorder = config, run_dir, recorder
         self.tokenizer, self.family, self.draws = inputs.tokenizer, inputs.family, Draws(inputs.source)
         self.supervised_family, self.preference_family = inputs.supervised_family, inputs.preference_family
@@ -155,14 +158,27 @@ class Controller(AbstractAsyncContextManager):
         self.overlap: Overlap | None = None
         if lagging:
             publications = self.versions.publications
-            self.lagged = lagged_batches(*arguments, publications=publications, finished=finished_groups)
+            self.lagged = lagged_batches(
+                *arguments,
+                publications=publications,
+                finished=finished_groups,
+                recorded=() if recorded is None else recorded.batches,
+            )
             self.overlap = Overlap(self.lagged, self.generator, publications)
             self.overlapped_evaluations = OverlappedEvaluations(
                 config.controller, self.evaluations, self.versions, self.state, recorder
             )
         self.batches: BatchSource = synchronous_batches(*arguments) if self.lagged is None else self.lagged
         self.checkpoints = Checkpoints(
-            config, run_dir, self.roles, self.weights, self.tokenizer, self.batches.state_dict, self.state, recorder
+            config,
+            run_dir,
+            self.roles,
+            self.weights,
+            self.tokenizer,
+            self.batches.state_dict,
+            self.state,
+            recorder,
+            num_requests=lambda: self.generator.num_requests,
         )
 
     # Starting and stopping.
@@ -177,6 +193,7 @@ class Controller(AbstractAsyncContextManager):
         hosts: Hosts | None = None,
         backend: Literal["actors", "local", "tinker"] = "actors",
         resume_from: str = "",
+        recorded: RecordedAttempt | None = None,
     ) -> Controller:
         """Starts trainer, generators and store, and gives the generators the trainer's weights.
 
@@ -184,8 +201,8 @@ class Controller(AbstractAsyncContextManager):
         and evaluate. `hosts` come from `attach.attach`; None means this machine alone. `backend="local"` starts no
         process: the whole run is in this process, on one device, for a debugger. `backend="tinker"` trains and samples
         at the service at TINKER_BASE_URL. `resume_from` goes on with a run: `latest`, `auto`, a run directory or a
-        checkpoint, as `resume.find` says. Raises ValueError, before anything starts, for a config that `validate`,
-        `Backend.hosts_for` or `resume.find` refuses.
+        checkpoint, as `resume.find` says. `recorded` replays an attempt at another run, in a new directory. Raises
+        ValueError, before anything starts, for a config that `validate`, `Backend.hosts_for` or `resume.find` refuses.
         """
         validate(config)
         run_backend = backend_of(backend)
@@ -199,20 +216,34 @@ class Controller(AbstractAsyncContextManager):
         if hf_weights is None:
             await check_reward(config, inputs.family)
         absolute = hosts is not None and hosts.attached
-        run_dir, resumption = resume.open_run(config, resume_from, absolute=absolute)
+        if recorded is None:
+            run_dir, resumption = resume.open_run(config, resume_from, absolute=absolute)
+        else:
+            run_dir, resumption = resume.open_copy(config, recorded.checkpoint, absolute=absolute)
         recorder = listeners.recorder_of(
             config, run_dir, inputs.tokenizer.decode, progress, debugger=run_backend.in_this_process
         )
         for note in resumption.notes if resumption is not None else ():
             recorder.record(Note(text=note))
-        launcher = run_backend.launcher(config, hosts, str(run_dir.path / "logs"))
+        schedules: Schedules | None = None
+        if config.record.schedule and run_backend.has_engines and hf_weights is None:
+            directory = schedule_of(run_dir.path, run_dir.attempt).absolute()
+            patience_s = None if run_backend.in_this_process else config.controller.call_timeout_s
+            schedules = Schedules(directory=str(directory))
+            if recorded is not None:
+                schedules = recorded.schedules(directory, patience_s)
+        shares_cores = not (run_backend.in_this_process or absolute)
+        launcher = run_backend.launcher(config, hosts, str(run_dir.path / "logs"), schedules)
+        if schedules is not None:
+            write_environment(Path(schedules.directory), environment(backend, shares_cores=shares_cores))
         with recorder.span("starting trainer, generators and store", expected_s=15, shown=True):
             async with stopped_on_failure(launcher, run_dir, recorder):
                 stack = await start(config, inputs, launcher, run_dir.path / "model", hf_weights)
                 state = None
                 if resumption is not None and resumption.checkpoint is not None:
                     state = resume.state_of(resumption)
-                controller = cls(config, inputs, run_dir, recorder, stack, state, run_backend.device_name(hosts))
+                device_name = run_backend.device_name(hosts)
+                controller = cls(config, inputs, run_dir, recorder, stack, state, device_name, recorded)
                 recorder.record(GeneratorStarted(client=stack.generator))
                 controller.gateway = await open_gateway(config)
                 if state is not None:

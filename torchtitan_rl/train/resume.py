@@ -22,7 +22,7 @@ from torchtitan_rl.train.start import output_path
 from torchtitan_rl.types.run_state import RunState, set_random_states
 from torchtitan_rl.weights import checkpoint
 
-__all__ = ["Resumption", "find", "place", "open_run", "state_of", "restore"]
+__all__ = ["Resumption", "find", "place", "open_copy", "open_run", "state_of", "restore"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -134,6 +134,21 @@ def open_run(config: RunConfig, resume: str, *, absolute: bool) -> tuple[RunDir,
             attempts.begin(run_dir, None)
         else:
             _take_over(run_dir, resumption)
+        run_dir.write_config(resolved(config))
+    return run_dir, resumption
+
+
+def open_copy(config: RunConfig, saved: Path | None, *, absolute: bool) -> tuple[RunDir, Resumption | None]:
+    """A new run directory, locked by this process, for a run that begins with another run's checkpoint `saved` (None:
+    at the beginning). Raises ValueError as `RunDir.create` does."""
+    run_dir, resumption = RunDir.create(output_path(config, absolute=absolute)), None
+    with attempts.locked(run_dir):
+        if saved is None:
+            attempts.begin(run_dir, None)
+        else:
+            state = checkpoint.read_state(saved)
+            resumption = Resumption(path=run_dir.path, checkpoint=saved, state=state)
+            attempts.begin(run_dir, str(saved), state.get("phase", ""), state.get("phase_step", 0))
         run_dir.write_config(resolved(config))
     return run_dir, resumption
 

@@ -69,6 +69,8 @@ class Request:
     """For scoring: the number of likeliest tokens to score at each position; 0 scores the prompt's tokens."""
     cached: bool = False
     """For scoring: read the prefix cache. The tokens that it covers get no score."""
+    number: int = 0
+    """The request's place among those of its sampling client, from 1; 0: it has none. No answer depends on it."""
 
 
 class Scores(list):

@@ -44,6 +44,9 @@ class RunState:
     """Name of an evaluation -> `step`, and `result`: the newest one of that name, see `Evaluation.summary_data`."""
     evaluations_due: list[str] = field(default_factory=list)
     """With a lag: the evaluations after step `step` that are not made yet, such as `validation`."""
+    num_requests: int = 0
+    """The requests that this attempt's sampling client had sent when the checkpoint was written: the place of the
+    checkpoint in the attempt's schedule."""
     collapse: dict[str, int] = field(default_factory=dict)
     """Batches in a row with a sign of collapse, by rule; see `train.early_stop`."""
     kl_coef: float | None = None

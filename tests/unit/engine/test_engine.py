@@ -1,11 +1,14 @@
 """The engine's commands and steps, over an engine of vLLM's interface that computes nothing."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from torchtitan_rl import adapters
 from torchtitan_rl.config.meshes import GeneratorConfig
 from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
 from torchtitan_rl.model.files import assets_dir, write_model_dir
+from torchtitan_rl.record.schedule import Schedules
 from torchtitan_rl.types import Request, SamplingParams
 
 adapters.prepare_vllm(eager=True)
@@ -76,3 +79,65 @@ def test_an_engine_takes_no_request_until_all_that_sleeps_is_awake(engine):
     engine._iterate()
     with pytest.raises(RuntimeError, match="1 requests are in flight"):
         refused.result(0)
+
+
+class Finishing(Recorded):
+    """Notes what happens in which order; finishes the oldest request at every step."""
+
+    def __init__(self):
+        super().__init__()
+        self.admitted, self.log = [], []
+
+    def add_request(self, request_id, prompt, params):
+        self.admitted.append(request_id)
+        self.log.append(params.seed)
+        return request_id
+
+    def has_unfinished_requests(self):
+        return bool(self.admitted)
+
+    def step(self):
+        self.log.append("step")
+        sampled = SimpleNamespace(token_ids=[3], logprobs=SimpleNamespace(logprobs=[-1.0]), finish_reason="stop")
+        return [
+            SimpleNamespace(
+                request_id=self.admitted.pop(0),
+                finished=True,
+                outputs=[sampled],
+                prompt_logprobs=None,
+                prompt_token_ids=[1, 2],
+            )
+        ]
+
+
+def seeded(seed):
+    return Request([1, 2], SamplingParams(max_tokens=4, seed=seed))
+
+
+def test_an_engine_takes_the_steps_of_a_recorded_one_however_early_its_requests_come(tmp_path):
+    write_model_dir(tmp_path / "model", SHAPE, assets_dir(ModelConfig(assets="chars")), eos=1, pad=0)
+
+    def engine(directory, followed=None):
+        schedules = Schedules(directory=str(tmp_path / directory), followed=followed or {})
+        engine = Engine(
+            GeneratorConfig(), ModelConfig(assets=str(tmp_path / "model")), seed=0, rank=0, schedules=schedules
+        )
+        engine._engine = Finishing()
+        return engine
+
+    first = engine("run")
+    first.submit([seeded(1), seeded(2), seeded(3)])
+    first._iterate()
+    first.submit([seeded(4)])
+    first._iterate()
+    first.submit([seeded(5)])
+    for _ in range(3):
+        first._iterate()
+    assert first._engine.log == [1, 2, 3, "step", 4, "step", 5, "step", "step", "step"]
+
+    second = engine("replay", {"generator-0": str(tmp_path / "run" / "generator-0-1.jsonl")})
+    second.submit([seeded(5), seeded(4), seeded(9)])
+    second.submit([seeded(3), seeded(2), seeded(1)])
+    for _ in range(6):
+        second._iterate()
+    assert second._engine.log == [*first._engine.log, 9, "step"]

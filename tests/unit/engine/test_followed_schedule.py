@@ -1,0 +1,84 @@
+"""An engine that follows a record executes each command after as many steps as the record says."""
+
+from concurrent.futures import Future
+
+import pytest
+
+from torchtitan_rl.engine.command import Command
+from torchtitan_rl.engine.followed_schedule import FollowedSchedule
+from torchtitan_rl.record.schedule import Entry, request_key
+from torchtitan_rl.types import Request, SamplingParams
+
+STEP = (Command(), [])
+
+
+def request(seed):
+    return Request([1, 2], SamplingParams(max_tokens=4, seed=seed))
+
+
+def entry(iteration, unfinished, *seeds, version=None):
+    requests = [(seed, request_key(request(seed))) for seed in seeds]
+    return Entry(iteration=iteration, unfinished=unfinished, requests=requests, version=version)
+
+
+def add(*seeds):
+    return Command("add", [(str(seed), request(seed)) for seed in seeds]), [Future() for _ in seeds]
+
+
+def admitted(received):
+    command, futures = received
+    assert command.kind == "add" and command.more and len(futures) == len(command.argument)
+    return [int(name) for name, _ in command.argument]
+
+
+@pytest.fixture
+def followed():
+    """A record: version 1, then requests 1 and 2, request 3 after two steps, version 2 after a third one."""
+    return FollowedSchedule(
+        [entry(0, 0, version=1), entry(0, 0, 1, 2), entry(2, 2, 3), entry(3, 1, version=2), entry(3, 1, 4)]
+    )
+
+
+def test_commands_that_come_early_and_in_another_order_wait_until_they_are_due(followed):
+    second, loads = Future(), Future()
+    followed.receive(Command("load", 2), [second])
+    followed.receive(*add(4, 3, 2))
+    assert followed.next(0, 0, has_work=False) is None and followed.awaited() == "the load of version 1"
+    followed.receive(Command("load", 1), [loads])
+    assert followed.next(0, 0, has_work=False) == (Command("load", 1, more=True), [loads])
+    assert followed.next(0, 0, has_work=False) is None and followed.awaited() == "1 of 2 requests"
+    followed.receive(*add(1))
+    assert admitted(followed.next(0, 0, has_work=False)) == [1, 2]
+    assert followed.next(0, 2, has_work=True) == followed.next(1, 2, has_work=True) == STEP
+    assert admitted(followed.next(2, 2, has_work=True)) == [3]
+    assert followed.next(2, 3, has_work=True) == STEP
+    assert followed.next(3, 1, has_work=True) == (Command("load", 2, more=True), [second])
+    assert admitted(followed.next(3, 1, has_work=True)) == [4] and not followed.is_over
+    assert followed.next(4, 2, has_work=True) == STEP
+    assert admitted(followed.next(5, 0, has_work=False)) == [] and followed.is_over
+
+
+def test_requests_that_the_record_does_not_have_wait_for_its_end():
+    followed = FollowedSchedule([entry(0, 0, 1), entry(1, 1, 2)])
+    followed.receive(*add(9, 1, 2))
+    assert admitted(followed.next(0, 0, has_work=False)) == [1]
+    assert admitted(followed.next(1, 1, has_work=True)) == [2] and not followed.is_over
+    assert followed.next(1, 2, has_work=True) == STEP
+    assert admitted(followed.next(2, 0, has_work=False)) == [9] and followed.is_over
+
+
+@pytest.mark.parametrize(("iteration", "unfinished", "has_work"), [(2, 1, True), (1, 0, False), (3, 2, True)])
+def test_an_engine_that_is_elsewhere_follows_no_further(followed, caplog, iteration, unfinished, has_work):
+    followed.receive(Command("load", 1), [Future()])
+    followed.receive(*add(1, 2, 3, 9))
+    followed.next(0, 0, has_work=False), followed.next(0, 0, has_work=False)
+    assert admitted(followed.next(iteration, unfinished, has_work=has_work)) == [3, 9]
+    assert followed.is_over
+    assert f"at iteration {iteration} it has {unfinished} requests; the record has 2 at iteration 2" in caplog.text
+
+
+def test_every_future_that_waits_is_known(followed):
+    load, (requests, futures) = Future(), add(1, 9)
+    followed.receive(Command("load", 1), [load])
+    followed.receive(requests, futures)
+    assert {*followed.futures()} == {load, *futures}

@@ -1,0 +1,98 @@
+"""Schedules of engines: what is written is read back, and what came before a checkpoint is left out."""
+
+import pytest
+import torch
+
+from torchtitan_rl.record.run_dir import RunDir
+from torchtitan_rl.record.schedule import (
+    Entry,
+    ScheduleFile,
+    digests,
+    engine_files,
+    read_schedule,
+    request_key,
+    schedule_of,
+    since,
+)
+from torchtitan_rl.types import Request, SamplingParams
+
+
+def request(seed, number=1):
+    return Request([1, 2], SamplingParams(max_tokens=4, seed=seed), number=number)
+
+
+def test_commands_are_read_back_and_a_line_that_a_kill_cut_off_is_left_out(tmp_path):
+    file = ScheduleFile(str(tmp_path), "generator-0")
+    file.loaded(0, 0, 3, "00000001", ["norm"])
+    file.admitted(0, 0, [request(7, number=1), request(8, number=2)])
+    file.loaded(5, 2, 4, "00000002", ["norm"])
+    file.close()
+    with open(file.path, "a") as f:
+        f.write('{"iteration": 6, "unfin')
+    first, second, third = read_schedule(file.path)
+    assert (first.iteration, first.version, first.weights, first.tensors) == (0, 3, "00000001", ["norm"])
+    assert second.requests == [(1, request_key(request(7))), (2, request_key(request(8)))]
+    assert (third.iteration, third.unfinished, third.tensors) == (5, 2, [])  # the names once
+    assert second.version is None and 0 < first.at <= third.at
+
+
+def test_a_damaged_line_is_named(tmp_path):
+    (tmp_path / "generator-0-1.jsonl").write_text('{"iteration": 0, "unfinished": 0}\n{"steps": 1}\n')
+    with pytest.raises(
+        ValueError, match=r"generator-0-1.jsonl, line 2: is no command of an engine .*put the file back"
+    ):
+        list(read_schedule(tmp_path / "generator-0-1.jsonl"))
+
+
+def test_a_replacement_has_a_file_of_its_own(tmp_path):
+    for role in ("generator-0", "generator-10", "generator-2", "generator-0"):
+        ScheduleFile(str(tmp_path), role).close()
+    names = [file.name for file in engine_files(tmp_path)]
+    assert names == ["generator-0-1.jsonl", "generator-0-2.jsonl", "generator-2-1.jsonl", "generator-10-1.jsonl"]
+
+
+def test_a_request_is_known_by_what_it_asks_and_not_by_its_number():
+    assert request_key(request(7, number=1)) == request_key(request(7, number=9))
+    assert request_key(request(7)) != request_key(request(8))
+    assert request_key(Request([1, 2], None)) != request_key(Request([1, 2], None, top_k=1))
+
+
+def test_one_bit_of_a_tensor_changes_its_digest_and_no_other():
+    tensors = {"b": torch.zeros(3), "a": torch.ones(2, 2, dtype=torch.bfloat16)}
+    before = digests(tensors)
+    tensors["b"].view(torch.int32)[1] ^= 1
+    after = digests(tensors)
+    assert len(before) == 16 and before[:8] == after[:8] and before[8:] != after[8:]
+
+
+def test_what_came_before_a_checkpoint_is_left_out_but_for_the_last_load():
+    entries = [
+        Entry(iteration=0, unfinished=0, version=3),
+        Entry(iteration=0, unfinished=0, requests=[(1, "a"), (2, "b")]),
+        Entry(iteration=9, unfinished=0, version=4),
+        Entry(iteration=9, unfinished=0, requests=[(3, "of an evaluation")]),
+        Entry(iteration=12, unfinished=0, requests=[(4, "c")]),
+        Entry(iteration=14, unfinished=1, requests=[(5, "d")]),
+        Entry(iteration=20, unfinished=0, version=5),
+    ]
+    kept = since(entries, 3)
+    assert [(entry.iteration, entry.version, len(entry.requests)) for entry in kept] == [
+        (0, 4, 0),
+        (0, None, 1),
+        (2, None, 1),
+        (8, 5, 0),
+    ]
+
+
+def test_a_schedule_that_has_changed_since_is_named(tmp_path):
+    run_dir = RunDir.create(tmp_path)
+    file = ScheduleFile(str(schedule_of(tmp_path, 1)), "generator-0")
+    file.admitted(0, 0, [request(7)])
+    run_dir.note_checksums()
+    file.admitted(1, 1, [request(8)])
+    file.close()
+    assert run_dir.checksums.problems() == []  # it has grown
+    file.path.write_bytes(b"[" + file.path.read_bytes()[1:])
+    assert [problem.split(":")[0] for problem in run_dir.checksums.problems()] == [
+        "schedule/attempt-1/generator-0-1.jsonl"
+    ]

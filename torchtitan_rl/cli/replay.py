@@ -1,0 +1,146 @@
+"""The verb `replay`: takes the steps of a recorded run again, by its schedule, into a new directory."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchtitan_rl.cli import exit_status
+from torchtitan_rl.cli.controller_run import checked_backend, run_controller
+
+if TYPE_CHECKING:
+    from torchtitan_rl.config.run import RunConfig
+    from torchtitan_rl.train.controller import Controller
+    from torchtitan_rl.train.recorded_attempt import RecordedAttempt
+
+__all__ = ["add_arguments", "run"]
+
+_NAMES = {"device": "device", "processor": "processor", "cores": "cores", "torch": "torch", "vllm": "vLLM"}
+"""Of an environment, what the numbers of a run depend on."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", help="a run directory with a schedule")
+    parser.add_argument(
+        "--from", dest="first", type=int, metavar="STEP", help="a step with a checkpoint; default: where the run began"
+    )
+    parser.add_argument("--to", dest="last", type=int, metavar="STEP", help="the last step; default: the run's")
+    parser.add_argument("--verify", action="store_true", help="compare with the record and name the first difference")
+    parser.add_argument("--elsewhere", action="store_true", help="although versions, processor or cores differ")
+    parser.add_argument(
+        "--config", default="", metavar="FILE", help="the run's config file, where it defines functions of its own"
+    )
+    parser.add_argument("--output-dir", default="", help="default: runs/replay-NAME-DATE-TIME")
+    parser.add_argument(
+        "--backend",
+        choices=["actors", "local"],
+        default="actors",
+        help="actors: processes of their own; local: all in this one, for a debugger",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from torchtitan_rl.config.load import load_config
+    from torchtitan_rl.train.recorded_attempt import recorded_attempt
+
+    recorded = recorded_attempt(Path(args.run), first=args.first, last=args.last)
+    if not args.elsewhere:
+        _check_environment(recorded)
+    if args.config:
+        load_config(args.config)  # imports its functions, under the name that config.json has
+    config = _config(recorded, args.output_dir)
+    args.hosts = []
+    checked_backend(args, config, generators_only=False)
+    return exit_status.end_with(_replay(args, config, recorded))
+
+
+def _check_environment(recorded: RecordedAttempt) -> None:
+    """Raises ValueError for a machine on which numbers are rounded otherwise than on that of the run."""
+    from torchtitan_rl.record.schedule import environment
+
+    before = recorded.environment
+    now = environment("", shares_cores=False)
+    differ = [
+        f"{word} {before.get(name)!r}, here {now[name]!r}"
+        for name, word in _NAMES.items()
+        if before.get(name) != now[name]
+    ]
+    if differ:
+        raise ValueError(
+            f"run={str(recorded.run)!r}: ran with {'; '.join(differ)}: numbers are rounded otherwise here; replay it "
+            "where it ran, or with --elsewhere to see where it parts"
+        )
+
+
+def _config(recorded: RecordedAttempt, output_dir: str) -> RunConfig:
+    """The run's config, with as many threads as its processes had and with no cadence of the clock's."""
+    from torchtitan_rl.config.resolve import rebuilt
+    from torchtitan_rl.launch.threads import side_by_side
+    from torchtitan_rl.train.start import dated
+    from torchtitan_rl.validation.run import validate
+
+    try:
+        written = json.loads((recorded.run / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"run={str(recorded.run)!r}: its config.json cannot be read ({error})") from error
+    config: RunConfig = rebuilt(written)
+    config.output_dir = output_dir or dated(f"replay-{config.name}")
+    config.controller.checkpoint_every, config.controller.max_hours = 0, 0.0
+    config.record.diagnose, config.record.schedule = False, True
+    if config.algorithm.max_policy_lag and recorded.environment.get("shares_cores"):
+        config = side_by_side(config)
+    # Replica i follows engine i, also one that was lost or that took a lost one's place; none is lost again.
+    generator = dataclasses.replace(config.generator, num_replicas=recorded.num_engines, num_spares=0)
+    config = dataclasses.replace(config, generator=generator)
+    validate(config)
+    return config
+
+
+async def _replay(args: argparse.Namespace, config: RunConfig, recorded: RecordedAttempt) -> int:
+    from torchtitan_rl.record.console.progress import Progress
+    from torchtitan_rl.record.recorder import Listener, Metrics
+    from torchtitan_rl.train.controller import Controller
+    from torchtitan_rl.types.ends import Preempted
+
+    class StopAt(Listener):
+        """Asks the run to stop after the last step of the replay."""
+
+        def __init__(self, controller: Controller) -> None:
+            self._stop = controller.stop
+
+        def metrics(self, event: Metrics) -> None:
+            if event.line["phase"] == "reinforcement" and event.line["step"] >= recorded.last:
+                self._stop.ask(f"the replay ends after step {recorded.last}")
+
+    async def body(controller: Controller) -> None:
+        controller.recorder.listeners.append(StopAt(controller))
+        try:
+            await controller.train()
+        except Preempted:
+            pass
+        args.replayed = controller.run_dir
+
+    start = partial(Controller.launch, config, progress=Progress(quiet=args.quiet), recorded=recorded)
+    status = await run_controller(args, start, body, config.output_dir)
+    if status or not args.verify:
+        return status
+    return await asyncio.to_thread(_verified, args, recorded)
+
+
+def _verified(args: argparse.Namespace, recorded: RecordedAttempt) -> int:
+    """Prints the first difference. Returns 1 where there is one."""
+    from torchtitan_rl.record.run_dir import RunDir
+    from torchtitan_rl.tools.replay_differences import compared, first_difference
+
+    steps = {"first": recorded.first, "last": recorded.last}
+    difference = first_difference(RunDir(recorded.run), recorded.number, args.replayed, **steps)
+    if difference is not None:
+        print(f"differs: {difference}")
+        return 1
+    print(f"the same: {compared(args.replayed, **steps)}")
+    return 0

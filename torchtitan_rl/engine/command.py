@@ -1,0 +1,18 @@
+"""What an engine's thread is told to do between two steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+__all__ = ["Command"]
+
+
+@dataclass(slots=True)
+class Command:
+    """An instruction that every rank executes before the next engine step. Data only: rank 0 broadcasts commands."""
+
+    kind: Literal["add", "load", "sleep", "wake"] = "add"
+    argument: Any = field(default_factory=list)
+    """`add`: a list of (request id, request). `load`: a policy version. `wake`: a part's name. `sleep`: unused."""
+    more: bool = False  # whether another command is executed before the engine steps

@@ -1,0 +1,160 @@
+"""Where a replay differs from the run that it follows, first of all."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+from torchtitan_rl.record.attempts import read_rollouts, read_versions
+from torchtitan_rl.record.run_dir import RunDir
+from torchtitan_rl.record.schedule import Entry, engine_files, read_schedule, schedule_of
+
+__all__ = ["Difference", "compared", "first_difference"]
+
+_OF_TIME = ("time/", "perf/", "generator/", "trainer/", "batches/", "memory/")
+"""Metrics that time decides."""
+_TIME_ENDS = ("_per_s", "_s", "mfu", "completion/long_played_frac")
+_PER_TOKEN = ("tokens", "policy_versions", "logprobs")
+_OF_ROLLOUT = ("rollout_id", "task_id", "reward", "reward_parts", "advantage", "left_out", "masked", "finish_reason")
+
+
+@dataclass(kw_only=True, slots=True)
+class Difference:
+    """The first thing that is not as it was."""
+
+    step: int
+    """The optimizer step of the batch, or after which the weights were published."""
+    place: str
+    """The rollout, turn and token; the metric; or the version and tensor."""
+    recorded: Any
+    replayed: Any
+
+    def __str__(self) -> str:
+        return f"step {self.step}, {self.place}: was {self.recorded!r}, is {self.replayed!r}"
+
+
+def first_difference(run: RunDir, attempt: int, replay: RunDir, *, first: int, last: int) -> Difference | None:
+    """The first difference between an attempt at a run and its replay, which trained the steps after `first` up to
+    `last`; None: there is none. Compared are every token, log-probability, version, reward and advantage, the columns
+    of metrics that time does not decide, and the bytes of every published tensor."""
+    rollouts = _by_step(_rollouts(run, first, last)), _by_step(_rollouts(replay, first, last))
+    metrics = _by_step(_metrics(run, first, last)), _by_step(_metrics(replay, first, last))
+    weights = _weights(run, attempt), _weights(replay, 1)
+    for step in range(first, last + 1):
+        for differences in (
+            _of_rollouts(step, *(records[step] for records in rollouts)),
+            _of_metrics(step, *(lines[step] for lines in metrics)),
+            _of_weights(step, *(published[step] for published in weights)),
+        ):
+            if (difference := next(differences, None)) is not None:
+                return difference
+    return None
+
+
+def compared(replay: RunDir, *, first: int, last: int) -> str:
+    """What `first_difference` compared, in numbers."""
+    records = list(_rollouts(replay, first, last))
+    tokens = sum(len(turn["tokens"]) for record in records for turn in record["turns"] or ())
+    versions = sum(len(published) for step, published in _weights(replay, 1).items() if first <= step <= last)
+    steps = {record["step"] for record in records}
+    return f"{len(steps)} batches, {len(records)} rollouts, {tokens} tokens, {versions} versions of the weights"
+
+
+def _by_step(records: Iterator[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
+    by_step = defaultdict(list)
+    for record in records:
+        by_step[record["step"]].append(record)
+    return by_step
+
+
+def _rollouts(run: RunDir, first: int, last: int) -> Iterator[dict[str, Any]]:
+    return (record for record in read_rollouts(run) if first < record["step"] <= last)
+
+
+def _metrics(run: RunDir, first: int, last: int) -> Iterator[dict[str, Any]]:
+    """The lines of training and of evaluations between two batches."""
+    for line in run.read_metrics():
+        trained = line["phase"] == "reinforcement" and first < line["step"] <= last
+        if trained or line["phase"] == "evaluation" and first < line["step"] < last:
+            yield line
+
+
+def _of_rollouts(step: int, recorded: list[dict], replayed: list[dict]) -> Iterator[Difference]:
+    for before, now in zip_longest(recorded, replayed):
+        if before is None or now is None:
+            yield Difference(step=step, place="number of rollouts", recorded=len(recorded), replayed=len(replayed))
+            return
+        name = f"rollout {before['rollout_id']}"
+        for turn, (was, is_now) in enumerate(zip_longest(before["turns"] or (), now["turns"] or ())):
+            if was is None or is_now is None:
+                counts = len(before["turns"] or ()), len(now["turns"] or ())
+                yield Difference(step=step, place=f"{name}, number of turns", recorded=counts[0], replayed=counts[1])
+                return
+            for column in _PER_TOKEN:
+                place = f"{name}, turn {turn}"
+                yield from _of_lists(step, place, column, was[column], is_now[column])
+        for column in _OF_ROLLOUT:
+            if before[column] != now[column]:
+                yield Difference(step=step, place=f"{name}, {column}", recorded=before[column], replayed=now[column])
+        for number, (was, is_now) in enumerate(zip(before["sequences"] or (), now["sequences"] or ())):
+            place = f"{name}, training sequence {number}"
+            for column in ("tokens", "advantages", "token_weights", "old_logprobs", "policy_logprobs"):
+                yield from _of_lists(step, place, column, was[column], is_now[column])
+
+
+def _of_lists(step: int, place: str, column: str, recorded: list | None, replayed: list | None) -> Iterator[Difference]:
+    for token, (was, is_now) in enumerate(zip_longest(recorded or (), replayed or ())):
+        if was != is_now:
+            yield Difference(step=step, place=f"{place}, token {token}, {column}", recorded=was, replayed=is_now)
+
+
+def _of_metrics(step: int, recorded: list[dict], replayed: list[dict]) -> Iterator[Difference]:
+    before, now = ({_name_of_line(line): line for line in lines} for lines in (recorded, replayed))
+    for name, line in before.items():
+        other = now.get(name, {})
+        for column, value in line.items():
+            if not (column.startswith(_OF_TIME) or column.endswith(_TIME_ENDS)) and other.get(column) != value:
+                yield Difference(step=step, place=f"{name}, {column}", recorded=value, replayed=other.get(column))
+
+
+def _name_of_line(line: dict[str, Any]) -> str:
+    if line["phase"] == "evaluation":
+        return f"evaluation {json.dumps([line.get('eval/name'), line.get('eval/split')])}"
+    return "metrics"
+
+
+def _weights(run: RunDir, attempt: int) -> dict[int, list[tuple[int, str, list[str]]]]:
+    """Step -> the versions that were published after it, each with its digests and names of tensors."""
+    digests: dict[int, str] = {}
+    names: list[str] = []
+    for file in engine_files(schedule_of(run.path, attempt)):
+        for entry in _loads(file):
+            names = names or entry.tensors
+            digests.setdefault(entry.version, entry.weights)
+    by_step = defaultdict(list)
+    for record in read_versions(run):
+        if record["attempt"] == attempt and record["version"] in digests:
+            by_step[record["step"]].append((record["version"], digests[record["version"]], names))
+    return by_step
+
+
+def _loads(file) -> Iterator[Entry]:
+    return (entry for entry in read_schedule(file) if entry.version is not None)
+
+
+def _of_weights(step: int, recorded: list, replayed: list) -> Iterator[Difference]:
+    now = {version: digests for version, digests, _ in replayed}
+    for version, digests, names in recorded:
+        was, is_now = _tensors(digests), _tensors(now.get(version, ""))
+        for i, (before, after) in enumerate(zip(was, is_now)):
+            if before != after:
+                place = f"weights of version {version}, {names[i] if names else f'tensor {i}'}"
+                yield Difference(step=step, place=place, recorded=before, replayed=after)
+
+
+def _tensors(digests: str) -> list[str]:
+    return [digests[i : i + 8] for i in range(0, len(digests), 8)]
