@@ -5,14 +5,15 @@ A frozen classifier on a mesh of its own scores each rollout. First make the cla
     .venv/bin/python scripts/train_reward_model.py
     torchtitan-rl train configs/reward_model.py --roles.reward-model.model.assets runs/letter_sort_reward_model
 
-Accuracies of evaluations are by the task's own reward. It falls: the policy finds what the classifier mistakes for good
+Accuracies of evaluations are by the task's own reward: .035 after the warm start, .516 after 120 steps. With a classifier
+that is trained for 800 steps only, accuracy falls: the policy finds what the classifier mistakes for good
 (docs/rewards.md has the figures).
 
 Differs from the quickstart:
-- task.min_letters: 3, not 4; a smaller task, for two minutes
+- task.min_letters: 3, not 4; a smaller task, for a few minutes
 - task.max_letters: 4, not 6
 - supervised.num_steps: 150, not 300
-- controller.num_steps: 60, not 160
+- controller.num_steps: 120, not 160
 - roles.reward_model: RewardModelConfig(trainer=TrainerConfig(max_tokens_per_microbatch=16384,
   training=TrainingConfig(seq_len=64)), model=ModelConfig(shape=Qwen3Shape(vocab_size=64, dim=64, n_layers=3,
   n_heads=4, n_kv_heads=2, head_dim=16, hidden_dim=192, max_seq_len=512), pretrained=True), task_weight=0.0), not None
@@ -47,7 +48,7 @@ def config() -> rl.RunConfig:
             reduction=reductions.token_mean,
             schedule=rl.ScheduleConfig(decay="linear", warmup_steps=5, final_factor=0.1),
         ),
-        controller=rl.ControllerConfig(num_steps=60, eval_every=20, eval_tasks=256, test_tasks=512, pass_at_k=8),
+        controller=rl.ControllerConfig(num_steps=120, eval_every=20, eval_tasks=256, test_tasks=512, pass_at_k=8),
         sampling=rl.SamplingConfig(max_prompt_tokens=16, max_tokens=12),
         trainer=rl.TrainerConfig(optimizer=rl.AdamWConfig(lr=1e-3, betas=(0.9, 0.99)), max_tokens_per_microbatch=16384),
         roles=rl.RolesConfig(

@@ -1,6 +1,6 @@
 """A reward model for `configs/reward_model.py`: a classifier that regresses letter sort's reward on made-up answers.
 
-    .venv/bin/python scripts/train_reward_model.py                       # a minute or two on two idle cores
+    .venv/bin/python scripts/train_reward_model.py                       # 3,000 steps: minutes
     torchtitan-rl train configs/reward_model.py --roles.reward-model.model.assets runs/letter_sort_reward_model
 
 The answers are those of `letter_sort.made_up_answer`. Writes a Hugging Face directory that
@@ -89,7 +89,7 @@ async def train(directory: Path, *, num_steps: int, batch_size: int, lr: float, 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", type=Path, default=Path("runs/letter_sort_reward_model"))
-    parser.add_argument("--num-steps", type=int, default=800)
+    parser.add_argument("--num-steps", type=int, default=3000)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
