@@ -79,7 +79,7 @@ def _metrics(run: RunDir, first: int, last: int) -> Iterator[dict[str, Any]]:
     """The lines of training and of evaluations between two batches."""
     for line in run.read_metrics():
         trained = line["phase"] == "reinforcement" and first < line["step"] <= last
-        if trained or line["phase"] == "evaluation" and first < line["step"] < last:
+        if trained or line["phase"] == "evaluation" and first <= line["step"] < last:
             yield line
 
 
@@ -114,6 +114,8 @@ def _of_lists(step: int, place: str, column: str, recorded: list | None, replaye
 
 def _of_metrics(step: int, recorded: list[dict], replayed: list[dict]) -> Iterator[Difference]:
     before, now = ({_name_of_line(line): line for line in lines} for lines in (recorded, replayed))
+    if not now and "metrics" not in before:  # an evaluation beside the checkpoint that the replay began from
+        return
     for name, line in before.items():
         other = now.get(name, {})
         for column, value in line.items():

@@ -74,3 +74,12 @@ def test_a_missing_batch_is_a_difference(run, tmp_path):
     replay = RunDir.create(tmp_path / "replay")
     attempts.begin(replay, None)
     assert difference(run, replay) == "step 1, number of rollouts: was 2, is 0"
+
+
+def test_an_evaluation_before_the_first_batch_is_compared_where_it_was_made_again(run, tmp_path):
+    line = {"step": 0, "phase": "evaluation", "eval/name": "sort", "eval/split": "validation", "eval/accuracy": 0.25}
+    replay = write_run(tmp_path / "replay")
+    run.log_metrics(line)
+    assert first_difference(run, 1, replay, first=0, last=2) is None
+    replay.log_metrics(line | {"eval/accuracy": 0.5})
+    assert difference(run, replay) == 'step 0, evaluation ["sort", "validation"], eval/accuracy: was 0.25, is 0.5'
