@@ -50,10 +50,13 @@ def test_a_token_is_named_with_its_rollout_and_turn(run, tmp_path):
 
 def test_a_reward_is_named(run, tmp_path):
     def change(step, groups):
-        groups[0][0].rollouts[0].reward = 1.0 if step == 2 else 0.5
+        if step == 2:
+            groups[0][0].rollouts[1].reward, groups[0][0].advantages[0] = 0.5, 0.25
 
     replay = write_run(tmp_path / "replay", change)
-    assert difference(run, replay) == "step 1, rollout 1/0/0, reward: was 1.0, is 0.5"
+    assert (
+        difference(run, replay) == "step 2, rollout 2/0/1, reward: was 0.0, is 0.5"
+    )  # and not its sibling's advantage
 
 
 def test_a_tensor_is_named_with_its_version(run, tmp_path):
