@@ -24,7 +24,7 @@ def test_a_replay_in_one_process_is_the_run_to_the_last_bit(recorded, tmp_path):
     assert RunDir(tmp_path / "replay").read_metrics()[-1]["step"] == 4
     entries = [list(read_schedule(engine_files(schedule_of(path, 1))[0])) for path in (recorded, tmp_path / "replay")]
     was, is_now = ([(e.iteration, e.unfinished, e.version, e.weights) for e in of_run] for of_run in entries)
-    assert is_now[:20] == was[:20]
+    assert len(is_now) > 8 and is_now == was[: len(is_now)]
 
 
 def test_bad_input_changes_nothing_on_disk(recorded, tmp_path, here):

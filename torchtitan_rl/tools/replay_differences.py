@@ -19,7 +19,9 @@ _OF_TIME = ("time/", "perf/", "generator/", "trainer/", "batches/", "memory/")
 """Metrics that time decides."""
 _TIME_ENDS = ("_per_s", "_s", "mfu", "completion/long_played_frac")
 _PER_TOKEN = ("tokens", "policy_versions", "logprobs")
-_OF_ROLLOUT = ("rollout_id", "task_id", "reward", "reward_parts", "advantage", "left_out", "masked", "finish_reason")
+_OF_ROLLOUT = ("rollout_id", "task_id", "finish_reason", "reward", "reward_parts")
+_OF_GROUP = ("masked", "left_out", "advantage")
+_OF_SEQUENCE = ("tokens", "advantages", "token_weights", "old_logprobs", "policy_logprobs")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -79,31 +81,38 @@ def _metrics(run: RunDir, first: int, last: int) -> Iterator[dict[str, Any]]:
     """The lines of training and of evaluations between two batches."""
     for line in run.read_metrics():
         trained = line["phase"] == "reinforcement" and first < line["step"] <= last
-        if trained or line["phase"] == "evaluation" and first < line["step"] < last:
+        if trained or line["phase"] == "evaluation" and first <= line["step"] < last:
             yield line
 
 
 def _of_rollouts(step: int, recorded: list[dict], replayed: list[dict]) -> Iterator[Difference]:
-    for before, now in zip_longest(recorded, replayed):
-        if before is None or now is None:
-            yield Difference(step=step, place="number of rollouts", recorded=len(recorded), replayed=len(replayed))
-            return
-        name = f"rollout {before['rollout_id']}"
-        for turn, (was, is_now) in enumerate(zip_longest(before["turns"] or (), now["turns"] or ())):
-            if was is None or is_now is None:
-                counts = len(before["turns"] or ()), len(now["turns"] or ())
-                yield Difference(step=step, place=f"{name}, number of turns", recorded=counts[0], replayed=counts[1])
-                return
-            for column in _PER_TOKEN:
-                place = f"{name}, turn {turn}"
-                yield from _of_lists(step, place, column, was[column], is_now[column])
-        for column in _OF_ROLLOUT:
-            if before[column] != now[column]:
-                yield Difference(step=step, place=f"{name}, {column}", recorded=before[column], replayed=now[column])
+    """In the order of causes: what was sampled in the whole batch, then rewards, then what was computed of them."""
+    if len(recorded) != len(replayed):
+        yield Difference(step=step, place="number of rollouts", recorded=len(recorded), replayed=len(replayed))
+    pairs = list(zip(recorded, replayed))
+    for before, now in pairs:
+        yield from _of_turns(step, before, now)
+    for columns in (_OF_ROLLOUT, _OF_GROUP):
+        for before, now in pairs:
+            for column in columns:
+                if before[column] != now[column]:
+                    place = f"rollout {before['rollout_id']}, {column}"
+                    yield Difference(step=step, place=place, recorded=before[column], replayed=now[column])
+    for before, now in pairs:
         for number, (was, is_now) in enumerate(zip(before["sequences"] or (), now["sequences"] or ())):
-            place = f"{name}, training sequence {number}"
-            for column in ("tokens", "advantages", "token_weights", "old_logprobs", "policy_logprobs"):
+            place = f"rollout {before['rollout_id']}, training sequence {number}"
+            for column in _OF_SEQUENCE:
                 yield from _of_lists(step, place, column, was[column], is_now[column])
+
+
+def _of_turns(step: int, before: dict, now: dict) -> Iterator[Difference]:
+    name, turns = f"rollout {before['rollout_id']}", (before["turns"] or [], now["turns"] or [])
+    for turn, (was, is_now) in enumerate(zip(*turns)):
+        for column in _PER_TOKEN:
+            yield from _of_lists(step, f"{name}, turn {turn}", column, was[column], is_now[column])
+    if len(turns[0]) != len(turns[1]):
+        counts = map(len, turns)
+        yield Difference(step=step, place=f"{name}, number of turns", recorded=next(counts), replayed=next(counts))
 
 
 def _of_lists(step: int, place: str, column: str, recorded: list | None, replayed: list | None) -> Iterator[Difference]:
@@ -114,6 +123,8 @@ def _of_lists(step: int, place: str, column: str, recorded: list | None, replaye
 
 def _of_metrics(step: int, recorded: list[dict], replayed: list[dict]) -> Iterator[Difference]:
     before, now = ({_name_of_line(line): line for line in lines} for lines in (recorded, replayed))
+    if not now and "metrics" not in before:  # an evaluation beside the checkpoint that the replay began from
+        return
     for name, line in before.items():
         other = now.get(name, {})
         for column, value in line.items():

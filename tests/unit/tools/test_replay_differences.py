@@ -50,10 +50,13 @@ def test_a_token_is_named_with_its_rollout_and_turn(run, tmp_path):
 
 def test_a_reward_is_named(run, tmp_path):
     def change(step, groups):
-        groups[0][0].rollouts[0].reward = 1.0 if step == 2 else 0.5
+        if step == 2:
+            groups[0][0].rollouts[1].reward, groups[0][0].advantages[0] = 0.5, 0.25
 
     replay = write_run(tmp_path / "replay", change)
-    assert difference(run, replay) == "step 1, rollout 1/0/0, reward: was 1.0, is 0.5"
+    assert (
+        difference(run, replay) == "step 2, rollout 2/0/1, reward: was 0.0, is 0.5"
+    )  # and not its sibling's advantage
 
 
 def test_a_tensor_is_named_with_its_version(run, tmp_path):
@@ -74,3 +77,12 @@ def test_a_missing_batch_is_a_difference(run, tmp_path):
     replay = RunDir.create(tmp_path / "replay")
     attempts.begin(replay, None)
     assert difference(run, replay) == "step 1, number of rollouts: was 2, is 0"
+
+
+def test_an_evaluation_before_the_first_batch_is_compared_where_it_was_made_again(run, tmp_path):
+    line = {"step": 0, "phase": "evaluation", "eval/name": "sort", "eval/split": "validation", "eval/accuracy": 0.25}
+    replay = write_run(tmp_path / "replay")
+    run.log_metrics(line)
+    assert first_difference(run, 1, replay, first=0, last=2) is None
+    replay.log_metrics(line | {"eval/accuracy": 0.5})
+    assert difference(run, replay) == 'step 0, evaluation ["sort", "validation"], eval/accuracy: was 0.25, is 0.5'
