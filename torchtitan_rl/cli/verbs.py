@@ -34,6 +34,12 @@ def _train() -> ModuleType:
     return train
 
 
+def _fork() -> ModuleType:
+    from torchtitan_rl.cli import fork_verb
+
+    return fork_verb
+
+
 def _eval() -> ModuleType:
     from torchtitan_rl.cli import evaluate
 
@@ -155,6 +161,12 @@ VERBS = {
         _train,
         "torchtitan-rl train configs/quickstart.py --output-dir runs/first --controller.num-steps 20",
         overrides=True,
+        quiet=True,
+    ),
+    "fork": Verb(
+        "go on from a run's checkpoint with other settings, in a new run with the same draws and noise",
+        _fork,
+        "torchtitan-rl fork runs/first --at 80 --set algorithm.loss_config.clip_high=0.3 --name wider-clip",
         quiet=True,
     ),
     "eval": Verb(
