@@ -70,6 +70,12 @@ def _audit() -> ModuleType:
     return audit
 
 
+def _verify() -> ModuleType:
+    from torchtitan_rl.tools import verify
+
+    return verify
+
+
 def _export() -> ModuleType:
     from torchtitan_rl.cli import export
 
@@ -197,6 +203,11 @@ VERBS = {
     ),
     "audit": Verb(
         "check that a run's records agree: every draw ended once", _audit, "torchtitan-rl audit runs/first", quiet=True
+    ),
+    "verify": Verb(
+        "check that a run's files are as they were written, and whether two runs are the same run",
+        _verify,
+        "torchtitan-rl verify runs/first runs/second",
     ),
     "export": Verb(
         "write a checkpoint's policy as a Hugging Face directory",

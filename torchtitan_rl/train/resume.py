@@ -20,6 +20,7 @@ from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.rollout.draws import Draws
 from torchtitan_rl.train.checkpoints import checkpointed_roles
 from torchtitan_rl.train.retention import position
+from torchtitan_rl.train.run_record import begin_record
 from torchtitan_rl.train.start import output_path
 from torchtitan_rl.types.run_state import RunState, set_random_states
 from torchtitan_rl.weights import checkpoint
@@ -148,6 +149,7 @@ def open_run(config: RunConfig, resume: str, *, absolute: bool) -> tuple[RunDir,
         else:
             _take_over(run_dir, resumption)
         run_dir.write_config(resolved(config))
+        begin_record(run_dir)
     return run_dir, resumption
 
 
