@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from torchtitan_rl.config.config_difference import differences
 from torchtitan_rl.config.derive import settled
 from torchtitan_rl.config.python_file import MODULE_PREFIX
 from torchtitan_rl.config.resolve import rebuilt, resolved
 from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.config.values import function_of
+from torchtitan_rl.config.values import field_types, function_of
 
 __all__ = ["recorded_config"]
 
@@ -35,11 +36,32 @@ def recorded_config(plain: dict[str, Any], where: str) -> tuple[RunConfig, dict[
         raise ValueError(f"{where}: was written by another version ({error}); use that version") from error
     if not isinstance(config, RunConfig):
         raise ValueError(f"{where}: is not the config of a run; give a run directory")
+    _restore_tuples(config)
     changed = differences(plain, resolved(settled(config)))
     for path, (before, now) in changed.items():
         if not path.endswith(".source_sha256"):
             raise ValueError(f"{where}: {path} was {before!r} and reads back as {now!r}; it cannot be read from there")
     return config, changed
+
+
+def _restore_tuples(part: Any) -> None:
+    """Makes tuples again of lists in fields that are declared as tuples, which JSON does not tell apart. An optimizer's
+    state in a checkpoint does."""
+    if isinstance(part, dict):
+        for value in part.values():
+            _restore_tuples(value)
+    if not dataclasses.is_dataclass(part) or isinstance(part, type):
+        return
+    try:
+        kinds = field_types(type(part))
+    except Exception:  # a user's class may name a type that exists for a type checker only
+        kinds = {}
+    for field in dataclasses.fields(part):
+        value, kind = getattr(part, field.name), kinds.get(field.name)
+        if isinstance(value, list) and tuple in map(get_origin, (kind, *get_args(kind))):
+            setattr(part, field.name, tuple(value))
+        else:
+            _restore_tuples(value)
 
 
 def _with_functions(value: Any, where: str) -> Any:
