@@ -58,7 +58,7 @@ def _restore_tuples(part: Any) -> None:
         kinds = {}
     for field in dataclasses.fields(part):
         value, kind = getattr(part, field.name), kinds.get(field.name)
-        if isinstance(value, list) and tuple in map(get_origin, (kind, *get_args(kind))):
+        if isinstance(value, list) and any(get_origin(choice) is tuple for choice in (kind, *get_args(kind))):
             setattr(part, field.name, tuple(value))
         else:
             _restore_tuples(value)
