@@ -7,8 +7,19 @@ phase. Lines of two further phases are events: `"checkpoint"`, and `"stop"` with
 from __future__ import annotations
 
 import re
+from typing import Any
 
-__all__ = ["PHASES", "SUPERVISED", "PREFERENCE", "REINFORCEMENT", "EVALUATION", "FEATURES", "entry", "unit"]
+__all__ = [
+    "PHASES",
+    "SUPERVISED",
+    "PREFERENCE",
+    "REINFORCEMENT",
+    "EVALUATION",
+    "FEATURES",
+    "entry",
+    "repeatable",
+    "unit",
+]
 
 PHASES = ("supervised", "preference", "reinforcement")
 """The phases that consist of optimizer steps, in the order of a run; a run may lack the first two."""
@@ -163,6 +174,13 @@ _UNITS = {
 """Pattern of names -> unit, the first that fits; docs/metrics.md has the unit of every metric."""
 
 
+_REPEATABLE = (
+    *("reward/", "loss/", "optim/", "policy/", "mismatch/", "completion/", "advantage/", "filter/", "failure/"),
+    *("rewards/", "eval/", "stop/"),
+)
+"""What the names of numbers begin with that a run repeats to the last digit. Times, rates and memory do not repeat."""
+
+
 def unit(name: str) -> str:
     """What to write on the axis of a metric or curve: its unit, or what it is a number of.
 
@@ -186,3 +204,8 @@ def entry(name: str) -> str | None:
         return name
     patterns = {metric: re.sub("[A-Z]+", lambda capitals: _STANDS_FOR[capitals[0]], metric) for metric in entries}
     return next((metric for metric, pattern in patterns.items() if re.fullmatch(pattern, name)), None)
+
+
+def repeatable(line: dict[str, Any]) -> dict[str, str]:
+    """The numbers of a line of metrics that a run repeats, as text with every digit."""
+    return {name: repr(value) for name, value in line.items() if name.startswith(_REPEATABLE)}

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["checked_backend", "run_controller"]
 
 _ATTACH_S = 60.0
+_TRAINS = ("train", "fork")
 
 
 def checked_backend(args: argparse.Namespace, config: RunConfig, *, generators_only: bool) -> Backend:
@@ -62,7 +63,7 @@ async def run_controller(
             hosts = await attach(args.hosts, timeout_s=_ATTACH_S, config_file=args.config)
         controller = await start(hosts=hosts, backend=args.backend)
         let_garbage_wait()  # collections were a twelfth of a quickstart's step
-        if args.verb == "train":  # no other verb has anything to keep
+        if args.verb in _TRAINS:  # no other verb has anything to keep
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _sigterm, controller, asyncio.current_task())
         await body(controller)
         return 0
@@ -86,7 +87,7 @@ async def run_controller(
         text = f"{problem}\n{error_text(error)}" if problem else error_text(error)
         _note_end(controller, "run_failed", text)
         status = fail(text)
-        if controller and args.verb == "train":
+        if controller and args.verb in _TRAINS:
             say(f"see why: {next_command('diagnose', controller.run_dir.path)}", event="next")
         return status
     finally:

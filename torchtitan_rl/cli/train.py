@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,17 +27,11 @@ if TYPE_CHECKING:
     from torchtitan_rl.config.run import RunConfig
     from torchtitan_rl.launch.backend import Backend
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "add_run_arguments", "run", "train"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
-    parser.add_argument("--dry-run", action="store_true", help="validate everything, start nothing")
-    parser.add_argument(
-        "--no-reward-check",
-        action="store_true",
-        help="do not call the reward on two made-up completions first, as for one that costs money",
-    )
     parser.add_argument(
         "--resume",
         default="",
@@ -44,6 +39,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="go on from the newest checkpoint in --output-dir (auto: or begin), or from a run or checkpoint",
     )
     add_restarts(parser, 0, "begin again from the newest checkpoint, at most N times, when the run is killed or fails")
+    add_run_arguments(parser)
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """What every verb takes that trains: how its run is started and looked at."""
+    parser.add_argument("--dry-run", action="store_true", help="validate everything, start nothing")
+    parser.add_argument(
+        "--no-reward-check",
+        action="store_true",
+        help="do not call the reward on two made-up completions first, as for one that costs money",
+    )
     parser.add_argument("--profile", metavar="STEPS", help="torch.profiler's traces, such as 3,5-6")
     parser.add_argument("--serve", type=int, metavar="PORT", help="serve the run's newest version meanwhile")
     add_address(parser, "serve-")
@@ -52,14 +58,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from torchtitan_rl.config.derive import settled
-    from torchtitan_rl.config.record import steps_of
-    from torchtitan_rl.launch.liveness.restarts import attempt, leave_outcome
-    from torchtitan_rl.validation.run import advice, validate
+    from torchtitan_rl.launch.liveness.restarts import attempt
 
     if args.outcome is not None and attempt(args.outcome):
         args.resume = "auto"
-    config = configured(args)
+    return train(args, configured(args))
+
+
+def train(args: argparse.Namespace, config: RunConfig, prepare: Callable[[], object] | None = None) -> int:
+    """Checks a config and trains. `prepare` is called once everything is checked, and not in a dry run."""
+    from torchtitan_rl.config.derive import settled
+    from torchtitan_rl.config.record import steps_of
+    from torchtitan_rl.launch.liveness.restarts import leave_outcome
+    from torchtitan_rl.validation.run import advice, validate
+
     if args.profile is not None:
         config.record.profile.steps = steps_of(args.profile)
     validate(config)
@@ -72,6 +84,8 @@ def run(args: argparse.Namespace) -> int:
     backend = checked_backend(args, config, generators_only=False)
     if args.dry_run:
         return _dry_run(args, config, backend)
+    if prepare is not None:
+        prepare()
     if args.max_restarts:
         return _train_with_restarts(args, config)
     if args.outcome is None:
@@ -106,7 +120,7 @@ def _dry_run(args: argparse.Namespace, config: RunConfig, backend: Backend) -> i
     family, unread = look_at_data(config)
     if not unread:
         asyncio.run(check_reward(config, family))
-    say(f"{args.config}: valid; nothing was started", event="valid", to=sys.stdout)
+    say(f"{args.config or args.run}: valid; nothing was started", event="valid", to=sys.stdout)
     # Problems of this machine now, not of the config: a dry run only reports them.
     for missing in (backend.missing_weights(config), host_problem(hosts[0]), busy_problem(config, hosts), unread):
         if missing:

@@ -34,6 +34,12 @@ def _train() -> ModuleType:
     return train
 
 
+def _fork() -> ModuleType:
+    from torchtitan_rl.cli import fork_verb
+
+    return fork_verb
+
+
 def _eval() -> ModuleType:
     from torchtitan_rl.cli import evaluate
 
@@ -74,6 +80,12 @@ def _replay() -> ModuleType:
     from torchtitan_rl.cli import replay
 
     return replay
+
+
+def _verify() -> ModuleType:
+    from torchtitan_rl.tools import verify
+
+    return verify
 
 
 def _export() -> ModuleType:
@@ -169,6 +181,12 @@ VERBS = {
         overrides=True,
         quiet=True,
     ),
+    "fork": Verb(
+        "go on from a run's checkpoint with other settings, in a new run with the same draws and noise",
+        _fork,
+        "torchtitan-rl fork runs/first --at 80 --set algorithm.loss_config.clip_high=0.3 --name wider-clip",
+        quiet=True,
+    ),
     "eval": Verb(
         "accuracy of a checkpoint on a split",
         _eval,
@@ -208,6 +226,11 @@ VERBS = {
         _replay,
         "torchtitan-rl replay runs/first --to 20 --verify --backend local",
         quiet=True,
+    ),
+    "verify": Verb(
+        "check that a run's files are as they were written, and whether two runs are the same run",
+        _verify,
+        "torchtitan-rl verify runs/first runs/second",
     ),
     "export": Verb(
         "write a checkpoint's policy as a Hugging Face directory",

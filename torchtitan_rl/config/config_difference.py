@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["differences", "is_harmless", "leaves"]
+__all__ = ["changes_draws", "changes_future_only", "differences", "is_harmless", "leaves"]
 
 _HARMLESS = (
     "name",
@@ -49,9 +49,31 @@ _HARMLESS = (
 data the run sees."""
 
 
+_FUTURE = (*_HARMLESS, "algorithm.", "sampling.", "generator.", "task.reward", "task.reward.")
+"""Fields that decide how a run goes on and neither what it drew before nor what its checkpoints hold."""
+_BATCHES = ("algorithm.max_policy_lag", "algorithm.batch_order", "algorithm.tasks_per_step")
+"""Fields that say which draws make a batch. A checkpoint's counts are of batches that were made so."""
+_DRAWS = ("seed", "task", "task.")
+"""Fields that say which tasks a run draws, and with which random numbers."""
+
+
 def is_harmless(path: str) -> bool:
     """Whether a run may be resumed with another value of a field."""
-    return any(path == entry or entry.endswith(".") and path.startswith(entry) for entry in _HARMLESS)
+    return _is_one_of(path, _HARMLESS)
+
+
+def changes_future_only(path: str) -> bool:
+    """Whether a fork may have another value of a field and still share every draw with its parent."""
+    return _is_one_of(path, _FUTURE) and not _is_one_of(path, _BATCHES)
+
+
+def changes_draws(path: str) -> bool:
+    """Whether another value of a field means other tasks or other random numbers."""
+    return _is_one_of(path, _DRAWS) and not changes_future_only(path)
+
+
+def _is_one_of(path: str, entries: tuple[str, ...]) -> bool:
+    return any(path == entry or entry.endswith(".") and path.startswith(entry) for entry in entries)
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

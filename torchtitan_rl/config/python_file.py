@@ -17,7 +17,10 @@ import cloudpickle
 from torchtitan_rl.environment import add_to_path
 from torchtitan_rl.record.user_code import described, raised_at
 
-__all__ = ["load_module", "mistake"]
+__all__ = ["MODULE_PREFIX", "load_module", "mistake"]
+
+MODULE_PREFIX = "torchtitan_rl_config_"
+"""What the names of modules of users' files begin with, before the file's own name."""
 
 
 def load_module(file: Path, where: str) -> ModuleType:
@@ -26,7 +29,7 @@ def load_module(file: Path, where: str) -> ModuleType:
 
     Raises ValueError for a file that fails; the message begins with `where`.
     """
-    name = f"torchtitan_rl_config_{file.stem}"
+    name = f"{MODULE_PREFIX}{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise ValueError(f"{where}: is not a Python file; give a .py file with a config() function")

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from torchtitan_rl.config.meshes import TORCHTITAN_FIELDS
-from torchtitan_rl.config.python_file import load_module
+from torchtitan_rl.config.python_file import MODULE_PREFIX, load_module
 from torchtitan_rl.config.resolve import function_name
 
-__all__ = ["field_types", "parsed", "shell_text", "words_of"]
+__all__ = ["field_types", "function_of", "parsed", "shell_text", "words_of"]
 
 
 def field_types(config_class: type, *, constraints: bool = False) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def parsed(kind: Any, flag: str, words: list[str], current: Any = None) -> Any:
     if text == "None" and type(None) in kinds:
         return None
     if callable(current) or any(k is Callable or k is collections.abc.Callable for k in kinds):
-        return _function(flag, text, current)
+        return function_of(flag, text, current)
     if get_origin(kind) in (list, tuple, dict) and text[:1] in ("[", "(", "{"):
         try:
             value = ast.literal_eval(text)
@@ -84,7 +84,7 @@ def parsed(kind: Any, flag: str, words: list[str], current: Any = None) -> Any:
     else:
         words = [ast.literal_eval(text) if _is_quoted(text) and str in kinds else text]
     if get_origin(kind) is list and get_origin(get_args(kind)[0]) is collections.abc.Callable:
-        return [_function(flag, word, None) for word in words]
+        return [function_of(flag, word, None) for word in words]
     return _tyro(kind, flag, text, words)
 
 
@@ -114,9 +114,10 @@ def _kind_name(kind: Any) -> str:
     return getattr(kind, "__name__", str(kind))
 
 
-def _function(flag: str, text: str, current: Any) -> Any:
+def function_of(flag: str, text: str, current: Any = None) -> Any:
     """The function of `module:name` or `file.py:name`; with arguments, as in `module:name(std='none')`, a partial. An
-    argument that is a function is written `function('module:name')`."""
+    argument that is a function is written `function('module:name')`. `current` is the field's value, for an example.
+    Raises ValueError for anything else; the message begins with `flag`."""
     example = function_name(current) if callable(current) else "rewards.py:my_function"
     match = re.fullmatch(r"([^:()]+):([\w.]+)(\(.*\))?", text, re.DOTALL)
     if not match:
@@ -151,7 +152,7 @@ def _argument(flag: str, text: str, argument: ast.expr) -> Any:
     """The value of a literal, or the function of `function('module:name')`."""
     match argument:
         case ast.Call(func=ast.Name(id="function"), args=[ast.Constant(value=str(name))], keywords=[]):
-            return _function(flag, name, None)
+            return function_of(flag, name, None)
     try:
         return ast.literal_eval(argument)
     except ValueError:
@@ -174,7 +175,7 @@ def _of_file(path: str, where: str) -> Any:
     file = Path(path)
     if not file.is_file():
         raise ValueError(f"{where}: there is no file {path}; give the path of a Python file")
-    loaded = sys.modules.get(f"torchtitan_rl_config_{file.stem}")
+    loaded = sys.modules.get(f"{MODULE_PREFIX}{file.stem}")
     if loaded is not None and loaded.__file__ is not None and file.samefile(loaded.__file__):
         return loaded
     return load_module(file, where)

@@ -12,6 +12,9 @@ from typing import Any
 
 from torchtitan_rl.config.config_difference import leaves
 from torchtitan_rl.health.run_reader import Run
+from torchtitan_rl.record.fork_point import fork_point
+from torchtitan_rl.tools.first_difference import Difference, first_difference
+from torchtitan_rl.tools.pairing import PairedAccuracy, needed, paired_accuracies, run_pairs
 from torchtitan_rl.tools.selection import curves, labels, matching, opened
 
 __all__ = ["Comparison", "Group", "Row", "add_arguments", "compare", "run"]
@@ -23,6 +26,10 @@ _UNCOMPARED = ("num_tasks", "_ci95_low", "_ci95_high")
 _LEGEND = """A value is the last evaluation, or the mean of the last quarter of the steps; +- its spread (standard
 deviation) over seeds. After a difference stands its standard error, and how many of them the difference is: less than
 two may well be chance, and with two or three seeds so may more."""
+
+
+_PAIRED_LEGEND = """Pairs share seed and fork point. An interval draws tasks anew, and runs where there are two pairs
+or more; of one pair it says nothing about other seeds, and of two or three it is too narrow."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -64,24 +71,43 @@ class Row:
 
 
 @dataclass(kw_only=True, slots=True)
+class Paired:
+    """The runs of two groups that share seed and fork point."""
+
+    letters: str
+    """Example: `B - A`."""
+    names: list[tuple[str, str]]
+    """The names of each pair's runs."""
+    parted: list[Difference | None]
+    """Where the runs of each pair part; None: nowhere."""
+    accuracies: list[PairedAccuracy]
+
+
+@dataclass(kw_only=True, slots=True)
 class Comparison:
     groups: list[Group]
     config: dict[str, list[Any]]
     """Dotted path -> value in each group, for fields that differ; None where a config lacks the field."""
     rows: list[Row]
+    paired: list[Paired] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run directory; two or more")
     parser.add_argument("--metrics", default="", metavar="A,B", help="default: every metric that two groups have")
+    parser.add_argument(
+        "--detect", type=float, metavar="X", help="say how many tasks and runs a difference of accuracy X would need"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     if len(args.runs) < 2:
         raise ValueError(f"runs={args.runs[0]}: there is nothing to compare it with; give two runs or more")
+    if args.detect is not None and not 0 < args.detect <= 1:
+        raise ValueError(f"--detect={args.detect:g}: is no difference of accuracy; give one above 0, up to 1")
     metrics = [name for name in args.metrics.split(",") if name]
-    print(text(compare([opened(path) for path in args.runs], metrics)))
+    print(text(compare([opened(path) for path in args.runs], metrics), args.detect))
     return 0
 
 
@@ -110,7 +136,32 @@ def compare(runs: Sequence[Run], metrics: Sequence[str] = ()) -> Comparison:
     if equal := [row.name for row in rows if len({value for values in row.values for value in values}) == 1]:
         notes.append(f"equal in all runs: {', '.join(equal)}")
     rows = [row for row in rows if row.name not in equal]
-    return Comparison(groups=groups, config=differing, rows=rows, notes=notes)
+    return Comparison(groups=groups, config=differing, rows=rows, paired=_paired(groups), notes=notes)
+
+
+def _paired(groups: list[Group]) -> list[Paired]:
+    """Each group beside the first, where they have runs of one seed and fork point; with one group its runs of one seed
+    and fork point, which should be copies."""
+    paired = []
+    for group in groups[1:]:
+        if pairs := run_pairs(groups[0].runs, group.runs):
+            paired.append(_pair(f"{group.letter} - {groups[0].letter}", pairs, groups[0], group))
+    if len(groups) == 1:
+        (group,) = groups
+        pairs = [pair for i, run in enumerate(group.runs) for pair in run_pairs([run], group.runs[i + 1 : i + 2])]
+        if pairs:
+            paired.append(_pair(f"{group.letter} - {group.letter}", pairs, group, group))
+    return paired
+
+
+def _pair(letters: str, pairs: list[tuple[Run, Run]], first: Group, second: Group) -> Paired:
+    names = {id(run): name for group in (first, second) for run, name in zip(group.runs, group.names)}
+    return Paired(
+        letters=letters,
+        names=[(names[id(a)], names[id(b)]) for a, b in pairs],
+        parted=[first_difference(a, b) for a, b in pairs],
+        accuracies=paired_accuracies(pairs),
+    )
 
 
 def _grouped(runs: Sequence[Run]) -> list[Group]:
@@ -152,6 +203,8 @@ def _notes(groups: list[Group]) -> list[str]:
     for group in groups:
         for run, name in zip(group.runs, group.names):
             notes += [f"{name}: {missing}" for missing in run.missing() if "rollouts" not in missing]
+            if (point := fork_point(run.path)) is not None:
+                notes.append(f"{name}: {point.summary()}")
         if len(group.runs) > len(set(map(str, group.seeds))) and group.config:
             notes.append(
                 f"group {group.letter} has runs of one seed: they are copies, and say nothing about the spread"
@@ -169,8 +222,8 @@ def _notes(groups: list[Group]) -> list[str]:
     return notes
 
 
-def text(comparison: Comparison) -> str:
-    """The comparison as aligned lines."""
+def text(comparison: Comparison, detect: float | None = None) -> str:
+    """The comparison as aligned lines. `detect`: a difference of accuracy, to say how much would show it."""
     groups, parts = comparison.groups, []
     rows = [[g.letter, _seeds(g), ", ".join(g.names)] for g in groups]
     parts.append(_aligned([["group", "seeds", "runs"], *rows]))
@@ -187,8 +240,36 @@ def text(comparison: Comparison) -> str:
         table.append([row.name, *cells])
     parts.append(_aligned(table))
     parts.append(_LEGEND)
+    parts += [text for paired in comparison.paired for text in _paired_texts(paired, detect)]
     parts += ["\n".join(f"note: {note}" for note in comparison.notes)] if comparison.notes else []
     return "\n\n".join(parts)
+
+
+def _paired_texts(paired: Paired, detect: float | None) -> list[str]:
+    """Where the pairs part, and their accuracies on the same tasks."""
+    parted = [
+        f"first batch that differs, {first} and {second}: {'none' if difference is None else difference.summary()}"
+        for (first, second), difference in zip(paired.names, paired.parted)
+    ]
+    if not paired.accuracies:
+        return ["\n".join(parted)]
+    head = ["accuracy on the same tasks", "step", "pairs", "tasks", paired.letters, "95% paired", "95% not paired"]
+    rows, sizes = [], []
+    for accuracy in paired.accuracies:
+        bounds = (accuracy.interval(paired=paired_draws) for paired_draws in (True, False))
+        intervals = [f"{low:+.3f} to {high:+.3f}" for low, high in bounds]
+        steps = "/".join(dict.fromkeys(map(str, accuracy.steps)))
+        name = f"{accuracy.name} {accuracy.split}"
+        rows.append([name, steps, *map(str, accuracy.first_PT.shape), f"{accuracy.difference:+.3f}", *intervals])
+        if detect is not None:
+            n = needed(accuracy, detect)
+            counts = [n.tasks_paired, n.tasks_unpaired, n.runs_paired, n.runs_unpaired]
+            sizes.append([name, *("-" if count is None else str(count) for count in counts)])
+    texts = ["\n".join(parted), _aligned([head, *rows])]
+    if sizes:
+        columns = ["tasks, paired", "tasks, not paired", "pairs of runs", "runs each, not paired"]
+        texts.append(_aligned([[f"to see {detect:g} in 4 of 5 experiments", *columns], *sizes]))
+    return [*texts, _PAIRED_LEGEND]
 
 
 def _seeds(group: Group) -> str:

@@ -64,6 +64,7 @@ from torchtitan_rl.train.overlapped_evaluations import OverlappedEvaluations
 from torchtitan_rl.train.preference import PairTrainer, prefer
 from torchtitan_rl.train.profiles import Profiles
 from torchtitan_rl.train.recorded_attempt import RecordedAttempt
+from torchtitan_rl.train.run_record import finish_record
 from torchtitan_rl.train.start import Inputs, read_inputs, start, stopped_on_failure
 from torchtitan_rl.train.step import count_bad, take_step, training_data
 from torchtitan_rl.train.supervised import supervise
@@ -319,6 +320,7 @@ class Controller(AbstractAsyncContextManager):
             report[name] = await self._evaluation_now(name)
         report["test"] = await self.evaluate("test")
         await self.checkpoints.require_written()
+        finish_record(self.run_dir)
         return report
 
     async def supervise(self) -> None:

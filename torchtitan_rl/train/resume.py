@@ -6,18 +6,21 @@ import asyncio
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from torchtitan_rl.config.config_difference import differences, is_harmless
+from torchtitan_rl.config.config_difference import differences, is_harmless, leaves
 from torchtitan_rl.config.derive import settled
 from torchtitan_rl.config.resolve import resolved
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.dispatch.policy_weights import PolicyWeights
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.record import attempts
+from torchtitan_rl.record.fork_point import fork_point
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.rollout.draws import Draws
 from torchtitan_rl.train.checkpoints import checkpointed_roles
 from torchtitan_rl.train.retention import position
+from torchtitan_rl.train.run_record import begin_record
 from torchtitan_rl.train.start import output_path
 from torchtitan_rl.types.run_state import RunState, set_random_states
 from torchtitan_rl.weights import checkpoint
@@ -35,6 +38,8 @@ class Resumption:
     checkpoint: Path | None
     state: dict = field(default_factory=dict)
     """`checkpoint.read_state`, empty without a checkpoint."""
+    new_draws: bool = False
+    """Whether the draws begin anew in the next slot: at the fork point of a fork with another seed or other data."""
     notes: list[str] = field(default_factory=list)
     """What a user wants to know: checkpoints that cannot be used, and fields of the config that have changed."""
 
@@ -65,8 +70,12 @@ def find(config: RunConfig, resume: str) -> Resumption | None:
         if not checkpoint.is_complete(candidate):
             checkpoint.mark(candidate)
         state = checkpoint.read_state(candidate)
-        notes += _compared(candidate, config)
-        return Resumption(path=path, checkpoint=candidate, state=state, notes=notes)
+        point = fork_point(path)
+        if point is not None and point.checkpoint != candidate.name:
+            point = None  # a checkpoint of the fork's own
+        notes += _compared(candidate, config, {} if point is None else point.changes)
+        new_draws = point is not None and point.new_draws
+        return Resumption(path=path, checkpoint=candidate, state=state, new_draws=new_draws, notes=notes)
     raise ValueError(
         f"--resume={resume}: no checkpoint in {checkpoints} is usable ({'; '.join(notes)}); start a new run in another "
         "output_dir, or put back the file from a copy"
@@ -107,9 +116,14 @@ def _candidates(checkpoints: Path) -> list[Path]:
     return [path for path in by_age if path == first] + [path for path in by_age if path != first]
 
 
-def _compared(saved: Path, config: RunConfig) -> list[str]:
-    """The harmless changes of the config, as notes. Raises ValueError for the others."""
-    changed = differences(json.loads((saved / checkpoint.RUN_CONFIG).read_text()), resolved(settled(config)))
+def _compared(saved: Path, config: RunConfig, forked: dict[str, tuple[Any, Any]]) -> list[str]:
+    """The harmless changes of the config, as notes. Raises ValueError for the others. `forked` are the changes of a
+    fork that goes on from its parent's checkpoint: dotted path -> (the parent's value, the fork's)."""
+    now = json.loads(json.dumps(resolved(settled(config))))
+    changed = differences(json.loads((saved / checkpoint.RUN_CONFIG).read_text()), now)
+    values = dict(leaves(now))
+    changed |= {path: (of_fork, values.get(path)) for path, (_, of_fork) in forked.items()}
+    changed = {path: (before, value) for path, (before, value) in changed.items() if before != value}
     texts = {path: f"{path}: was {before!r}, is {now!r}" for path, (before, now) in changed.items()}
     if harmful := [text for path, text in texts.items() if not is_harmless(path)]:
         more = f" and {len(harmful) - 3} more" if len(harmful) > 3 else ""
@@ -135,6 +149,7 @@ def open_run(config: RunConfig, resume: str, *, absolute: bool) -> tuple[RunDir,
         else:
             _take_over(run_dir, resumption)
         run_dir.write_config(resolved(config))
+        begin_record(run_dir)
     return run_dir, resumption
 
 
@@ -193,7 +208,10 @@ async def restore(
             for role, part in checkpointed_roles(config).items()
         )
     )
-    draws.load_state_dict(state.draws)
+    if resumption.new_draws:
+        draws.next_slot = state.draws["next_slot"]
+    else:
+        draws.load_state_dict(state.draws)
     await weights.publish()
     if state.teacher_version is not None:
         await weights.load_teacher(state.teacher_version, checkpoint.teacher_file(saved))

@@ -27,6 +27,7 @@ import xxhash
 
 __all__ = [
     "FORMAT",
+    "MARKER",
     "RUN_CONFIG",
     "require_complete",
     "is_complete",
@@ -36,6 +37,7 @@ __all__ = [
     "write_json",
     "read_state",
     "checksums",
+    "checksums_file",
     "checksums_of_all",
     "has_checksums",
     "write_checksums",
@@ -59,9 +61,9 @@ FORMAT = 2
 """Version of the directory's format, as `state.json` has it. A reader refuses a higher number. In format 1 query, key
 and value weights are apart; in format 2 they are as the model holds them, fused in one."""
 
-RUN_CONFIG = "run_config.json"
+RUN_CONFIG, MARKER = "run_config.json", "COMPLETE"
 
-_MARKER, _STATE, _FILES, _LATEST = "COMPLETE", "state.json", "files.json", "latest"
+_STATE, _FILES, _LATEST = "state.json", "files.json", "latest"
 _LORA = "lora.json"
 _CHUNK = 16 * 2**20  # bytes read at once for a checksum
 
@@ -162,6 +164,11 @@ def checksums_of_all(directory: Path) -> dict[str, list]:
     return checksums(directory, [file for file in sorted(directory.rglob("*")) if file.is_file()])
 
 
+def checksums_file(directory: Path) -> Path:
+    """The file that `write_checksums` writes."""
+    return directory / _FILES
+
+
 def commit(written: Path, checkpoint: Path, state: dict, files: dict[str, list]) -> None:
     """Makes a checkpoint of the directory `written`: state and checksums, then the rename, then the marker.
 
@@ -183,7 +190,7 @@ def commit(written: Path, checkpoint: Path, state: dict, files: dict[str, list])
 
 def mark(checkpoint: Path) -> None:
     """Writes the marker of a checkpoint."""
-    _write(checkpoint / _MARKER, "")
+    _write(checkpoint / MARKER, "")
     _sync(checkpoint)
 
 
@@ -254,7 +261,7 @@ def remove(checkpoint: Path) -> None:
         if not isinstance(error[1], FileNotFoundError):  # another rank was faster
             raise error[1]
 
-    (checkpoint / _MARKER).unlink(missing_ok=True)
+    (checkpoint / MARKER).unlink(missing_ok=True)
     shutil.rmtree(checkpoint, onerror=failed)
 
 
@@ -283,7 +290,7 @@ def _xxh3(file: Path) -> str:
 
 def is_complete(checkpoint: Path) -> bool:
     """Whether a checkpoint has its marker."""
-    return (checkpoint / _MARKER).exists()
+    return (checkpoint / MARKER).exists()
 
 
 def require_complete(checkpoint: Path) -> Path:
@@ -292,7 +299,7 @@ def require_complete(checkpoint: Path) -> Path:
         raise ValueError(f"checkpoint={str(checkpoint)!r}: there is no such directory; give a run's checkpoints/step-N")
     if not is_complete(checkpoint):
         raise ValueError(
-            f"checkpoint={str(checkpoint)!r}: is incomplete (no {_MARKER} marker: it was cut off while being "
+            f"checkpoint={str(checkpoint)!r}: is incomplete (no {MARKER} marker: it was cut off while being "
             "written, or is not a checkpoint); use another checkpoints/step-N"
         )
     return checkpoint

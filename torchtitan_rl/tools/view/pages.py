@@ -59,6 +59,7 @@ def health(parameters: Parameters) -> dict[str, Any]:
         cards.append(
             {
                 "run": shown,
+                "fork": shown.fork,
                 "health": state,
                 "diagnosis": None if isinstance(diagnosis, str) else diagnosis,
                 "problem": diagnosis if isinstance(diagnosis, str) else "",

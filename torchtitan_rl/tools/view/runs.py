@@ -11,6 +11,7 @@ from typing import Any
 
 from torchtitan_rl.health.diagnosis import Diagnosis, examine
 from torchtitan_rl.health.run_reader import Run
+from torchtitan_rl.record.fork_point import fork_point
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.tools.evaluation_completions import Completions
 from torchtitan_rl.tools.health import Health, health_of
@@ -55,6 +56,15 @@ class ShownRun:
             if self._completions is None:
                 self._completions = Completions(self.run.directory)
             return self._completions
+
+    @property
+    def fork(self) -> str:
+        """Where the run came from, if it is a fork; else empty."""
+        try:
+            point = fork_point(self.run.path)
+        except ValueError as error:
+            return str(error)
+        return "" if point is None else point.summary()
 
     @property
     def has_completions(self) -> bool:

@@ -1,0 +1,30 @@
+"""A config read back from what a run wrote down."""
+
+import json
+from functools import partial
+
+import pytest
+
+from tests.kit.run_config import run_config
+from torchtitan_rl.algorithm.reductions import constant_length
+from torchtitan_rl.config.derive import settled
+from torchtitan_rl.config.recorded import recorded_config
+from torchtitan_rl.config.resolve import resolved
+
+
+def test_a_config_reads_back_with_tuples_and_functions_with_arguments():
+    config = settled(run_config())
+    config.algorithm.reduction = partial(constant_length, length=12)
+    config.trainer.optimizer.betas = (0.9, 0.99)
+    back, changed = recorded_config(json.loads(json.dumps(resolved(config))), "run")
+    assert changed == {} and resolved(back) == resolved(config)
+    assert back.trainer.optimizer.betas == (0.9, 0.99) and isinstance(back.trainer.optimizer.betas, tuple)
+    assert back.algorithm.reduction.keywords == {"length": 12} and back.task == config.task
+
+
+def test_what_cannot_be_read_back_is_a_sentence():
+    plain = json.loads(json.dumps(resolved(settled(run_config()))))
+    with pytest.raises(ValueError, match="run: was written by another version .*; use that version"):
+        recorded_config(plain | {"gone": 1}, "run")
+    with pytest.raises(ValueError, match="run: is not the config of a run"):
+        recorded_config({"name": "x"}, "run")

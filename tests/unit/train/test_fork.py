@@ -1,0 +1,131 @@
+"""What a fork refuses, and what it copies, without a run."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.kit.run_config import run_config
+from torchtitan_rl.cli import main
+from torchtitan_rl.config.derive import settled
+from torchtitan_rl.config.resolve import resolved
+from torchtitan_rl.record import attempts
+from torchtitan_rl.record.fork_point import ForkPoint, fork_point
+from torchtitan_rl.record.run_dir import RunDir
+from torchtitan_rl.train.fork import make_fork, plan_fork
+from torchtitan_rl.weights import checkpoint
+
+
+@pytest.fixture
+def parent(tmp_path) -> RunDir:
+    """A run of four steps with checkpoints at 2 and 4; the records of steps 1 to 4 are three parts."""
+    run_dir = RunDir.create(tmp_path / "parent")
+    attempts.begin(run_dir, None)
+    plain = resolved(settled(run_config()))
+    run_dir.write_config(plain)
+    for step in range(1, 5):
+        run_dir.log_metrics({"step": step, "phase": "reinforcement", "reward/mean": 0.5})
+        run_dir.record("ledger", step, [{"draw": f"{step}/0", "event": "trained"}])
+        if step % 2 == 0:
+            saved = run_dir.checkpoint_path(step)
+            checkpoint.begin(checkpoint.beside(saved))
+            checkpoint.write_json(checkpoint.beside(saved) / checkpoint.RUN_CONFIG, plain)
+            (checkpoint.beside(saved) / "model").mkdir()
+            (checkpoint.beside(saved) / "model" / "weights").write_bytes(bytes(100))
+            state = {"step": step, "metrics_bytes": run_dir.metrics_size()}
+            checkpoint.commit(checkpoint.beside(saved), saved, state, {})
+            run_dir.tables["ledger"].rotate()
+            run_dir.tables["ledger"].seal()
+    return run_dir
+
+
+def files(path: Path) -> dict[Path, bytes]:
+    return {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+def test_a_fork_has_what_its_parent_had_at_the_checkpoint(parent, tmp_path):
+    before, path = files(parent.path), tmp_path / "fork"
+    config, point = plan_fork(parent.path, 2, ["algorithm.group_size=16"], output_dir=str(path))
+    made = make_fork(config, point)
+    assert files(parent.path) == before and not (tmp_path / "fork.forking").exists()
+    assert [line["step"] for line in made.read_metrics()] == [1, 2]
+    assert [record["step"] for record in made.tables["ledger"].read()] == [1, 2]  # the part of steps 3 and 4 stays away
+    assert [p.name for p in made.checkpoints.iterdir() if p.is_dir()] == ["step-2"]
+    assert checkpoint.latest(made.checkpoints).name == "step-2" and checkpoint.is_complete(made.checkpoint_path(2))
+    inodes = [(run.checkpoint_path(2) / "model" / "weights").stat().st_ino for run in (parent, made)]
+    assert inodes[0] == inodes[1]
+    assert config.name == "unit-at-2" and json.loads(made.config_file.read_text())["algorithm"]["group_size"] == 16
+    assert fork_point(path) == point
+    assert point.changes == {"algorithm.group_size": (8, 16)} and point.parent == str(parent.path.resolve())
+    assert point.summary() == f"fork of {point.parent} at step 2: algorithm.group_size 8 -> 16"
+    with pytest.raises(ValueError, match="holds files already"):
+        make_fork(config, point)
+
+
+@pytest.mark.parametrize(
+    ("step", "settings", "arguments", "message"),
+    [
+        (3, [], {}, "--at=3: .* has no checkpoint after this step, there are checkpoints at 2, 4; give one of them"),
+        (2, ["seed=1"], {}, "--set seed: changes which tasks .* before step 2.*add --new-draws"),
+        (2, ["task.max_letters=5"], {}, "--set task.max_letters: changes which tasks"),
+        (2, ["model.shape.dim=32"], {}, "--set model.shape.dim: decides what the checkpoint holds"),
+        (2, ["algorithm.tasks_per_step=4"], {}, "--set algorithm.tasks_per_step: decides what the checkpoint"),
+        (2, ["algorithm.group_size=4"], {"new_draws": True}, "--new-draws: nothing that is set changes the draws"),
+        (2, ["algorithm.group_sise=4"], {}, "there is no such field; did you mean --algorithm.group-size"),
+        (2, ["algorithm.group_size"], {}, "is no setting; write PATH=VALUE"),
+        (2, ["algorithm.group_size=many"], {}, "is not of type int"),
+    ],
+)
+def test_what_a_fork_refuses(parent, tmp_path, step, settings, arguments, message):
+    before = files(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        plan_fork(parent.path, step, settings, **arguments)
+    assert files(tmp_path) == before
+
+
+def test_a_damaged_checkpoint_and_a_directory_without_runs_are_refused(parent, tmp_path):
+    (parent.checkpoint_path(2) / "model" / "weights").write_bytes(bytes(99))
+    with pytest.raises(ValueError, match="--at=2: the checkpoint cannot be used: .*99 bytes, 100 were written"):
+        plan_fork(parent.path, 2, [])
+    with pytest.raises(ValueError, match="is no run directory, it has no checkpoints"):
+        plan_fork(tmp_path, 2, [])
+
+
+def test_lines_that_were_cut_off_since_cannot_be_forked(parent, tmp_path):
+    config, point = plan_fork(parent.path, 4, [], output_dir=str(tmp_path / "fork"))
+    lines = parent.metrics_file.read_bytes()
+    parent.metrics_file.write_bytes(lines[: len(lines) // 2])
+    before = files(tmp_path)
+    with pytest.raises(ValueError, match="the run went on from an earlier step since; fork at a later one"):
+        make_fork(config, point)
+    assert files(tmp_path) == before
+
+
+def test_functions_of_a_users_file_need_the_file(parent, tmp_path, capsys):
+    saved = parent.checkpoint_path(2)
+    plain = json.loads((saved / checkpoint.RUN_CONFIG).read_text())
+    plain["algorithm"]["loss_fn"] = {"function": "torchtitan_rl_config_elsewhere:loss", "source_sha256": ""}
+    (saved / checkpoint.RUN_CONFIG).write_text(json.dumps(plain))
+    checkpoint.write_checksums(saved, {})
+    assert main.main(["fork", str(parent.path), "--at", "2"]) == 1
+    assert "names functions or classes of elsewhere.py" in capsys.readouterr().err
+
+
+def test_a_changed_source_is_a_change(parent):
+    saved = parent.checkpoint_path(2)
+    plain = json.loads((saved / checkpoint.RUN_CONFIG).read_text())
+    plain["algorithm"]["loss_fn"]["source_sha256"] = "0"
+    (saved / checkpoint.RUN_CONFIG).write_text(json.dumps(plain))
+    checkpoint.write_checksums(saved, {})
+    _, point = plan_fork(parent.path, 2, [])
+    assert [*point.changes] == ["algorithm.loss_fn.source_sha256"]
+
+
+def test_a_damaged_fork_json_is_named(tmp_path):
+    assert fork_point(tmp_path) is None
+    (tmp_path / "fork.json").write_text('{"changes": {}}')
+    with pytest.raises(ValueError, match="fork.json: is not what a fork writes"):
+        fork_point(tmp_path)
+    point = ForkPoint(parent="/runs/a", step=2, checkpoint="step-2", checkpoint_xxh3="ab", changes={"seed": (0, 1)})
+    point.write(tmp_path)
+    assert fork_point(tmp_path) == point

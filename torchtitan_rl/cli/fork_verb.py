@@ -1,0 +1,41 @@
+"""The verb `fork`: a run that goes on from another run's checkpoint with other settings, in a directory of its own."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from torchtitan_rl.cli.train import add_run_arguments, train
+from torchtitan_rl.record.console.notices import say
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="the directory of the run to fork; nothing is written there")
+    parser.add_argument("--at", type=int, required=True, metavar="STEP", help="a step with a checkpoint")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="PATH=VALUE", help="a field with another value; may be repeated"
+    )
+    parser.add_argument("--name", default="", help="of the new run; default: the run's name and the step")
+    parser.add_argument("--output-dir", default="", metavar="DIR", help="default: runs/NAME-DATE-TIME")
+    parser.add_argument("--new-draws", action="store_true", help="draw other tasks from there on: --set seed=N")
+    parser.add_argument("--config", default="", metavar="FILE", help="the run's file, where its functions are in one")
+    add_run_arguments(parser)
+    parser.set_defaults(resume="latest", max_restarts=0, outcome=None)
+
+
+def run(args: argparse.Namespace) -> int:
+    from torchtitan_rl.config.load import load_config
+    from torchtitan_rl.train.fork import make_fork, plan_fork
+    from torchtitan_rl.train.start import output_path
+
+    if args.config:
+        load_config(args.config)  # imports the functions that the run's config names
+    config, point = plan_fork(
+        Path(args.run), args.at, args.set, name=args.name, output_dir=args.output_dir, new_draws=args.new_draws
+    )
+    config.output_dir = str(output_path(config, absolute=False))
+    say(point.summary(), event="fork", to=sys.stdout)
+    return train(args, config, prepare=lambda: make_fork(config, point))
