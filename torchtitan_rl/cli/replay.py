@@ -79,7 +79,7 @@ def _check_environment(recorded: RecordedAttempt) -> None:
 
 def _config(recorded: RecordedAttempt, output_dir: str) -> RunConfig:
     """The run's config, with as many threads as its processes had and with no cadence of the clock's."""
-    from torchtitan_rl.config.resolve import rebuilt
+    from torchtitan_rl.config.recorded import recorded_config
     from torchtitan_rl.launch.threads import side_by_side
     from torchtitan_rl.train.start import dated
     from torchtitan_rl.validation.run import validate
@@ -88,7 +88,7 @@ def _config(recorded: RecordedAttempt, output_dir: str) -> RunConfig:
         written = json.loads((recorded.run / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"run={str(recorded.run)!r}: its config.json cannot be read ({error})") from error
-    config: RunConfig = rebuilt(written)
+    config, _ = recorded_config(written, f"run={str(recorded.run)!r}: its config.json")
     config.output_dir = output_dir or dated(f"replay-{config.name}")
     config.controller.checkpoint_every, config.controller.max_hours = 0, 0.0
     config.record.diagnose, config.record.schedule = False, True
