@@ -46,8 +46,8 @@ def pretended(world: World, config: RunConfig) -> Iterator[None]:
     """`Controller.launch` starts pretended processes, and nothing waits for a disk.
 
     Left out, for their time: the check of the config, a second `resolved` of the same config, the order to the disk to
-    have written a file, JSON in several lines, Parquet and the types of columns, the data of a bad step, and the random
-    states of this process, which nothing draws from.
+    have written a file, JSON in several lines, Parquet and the types of columns, the data of a bad step, the random
+    states of this process, which nothing draws from, and the digests of `record.json`.
     """
 
     async def start(config: RunConfig, inputs: Inputs, launcher: Any, model_dir: Path, hf_weights: Any) -> Stack:
@@ -68,6 +68,8 @@ def pretended(world: World, config: RunConfig) -> Iterator[None]:
         (checkpoints, "resolved", lambda config: plain),
         (checkpoints, "random_states", dict),
         (resume, "set_random_states", _nothing),
+        (resume, "begin_record", _nothing),
+        (controller, "finish_record", _nothing),
         (checkpoint, "write_json", lambda file, content: file.write_text(json.dumps(content))),
         (Table, "seal", _nothing),
         (Table, "_read_lines", lambda table, file: map(json.loads, file.read_text().splitlines())),
