@@ -39,7 +39,7 @@ class Endpoint:
 
     @property
     def session_url(self) -> str:
-        """`POST session_url/reward` takes a reward."""
+        """`POST session_url/reward` takes a reward; Anthropic's SDKs take it as `base_url`."""
         return self.base_url.removesuffix("/v1")
 
 

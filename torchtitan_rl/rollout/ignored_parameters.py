@@ -1,4 +1,4 @@
-"""Parameters of OpenAI's endpoints that a session refuses, or does without where `ignored` names them."""
+"""Parameters of the gateway's endpoints that a session refuses, or does without where `ignored` names them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from torchtitan_rl.types import NEUTRAL
 
-__all__ = ["CONSTRAINTS", "IGNORABLE", "NOT_OFFERED", "check_ignored"]
+__all__ = ["CONSTRAINTS", "IGNORABLE", "MESSAGES_NOT_OFFERED", "NOT_OFFERED", "check_ignored"]
 
 _OTHER = "it would draw from another distribution than the policy's"
 _TOKENS = "ask for return_token_ids to see what was sampled"
@@ -44,6 +44,21 @@ NOT_OFFERED: dict[str, tuple[tuple, str]] = {
 }
 """Parameter -> (values that ask for nothing, why anything else is refused)."""
 
+_UNTOUCHED = "nothing is cut out of a conversation here; send what the policy shall read"
+
+MESSAGES_NOT_OFFERED: dict[str, tuple[tuple, str]] = {
+    "thinking": (
+        ({"type": "disabled"}, {"type": "adaptive"}),
+        "no budget of tokens is kept for thinking; the chat template decides whether the policy thinks",
+    ),
+    "context_management": (({}, {"edits": []}), _UNTOUCHED),
+    "container": ((), "no code is run here"),
+    "mcp_servers": (([],), "no tools are run here"),
+    "output_format": ((), "it was replaced; use output_config.format"),
+    "speed": (("standard",), "there is one speed"),
+}
+"""The same of Anthropic's Messages, besides what they share with chat completions."""
+
 CONSTRAINTS: dict[str, tuple] = {
     "response_format": ({"type": "text"},),
     "tool_choice": ("auto", "none"),
@@ -52,7 +67,9 @@ CONSTRAINTS: dict[str, tuple] = {
 """Parameter that constrains what the policy may say -> values that constrain nothing."""
 
 IGNORABLE: dict[str, tuple] = (
-    {"temperature": (), **NEUTRAL} | CONSTRAINTS | {name: neutral for name, (neutral, _) in NOT_OFFERED.items()}
+    {"temperature": (), **NEUTRAL}
+    | CONSTRAINTS
+    | {name: neutral for name, (neutral, _) in (MESSAGES_NOT_OFFERED | NOT_OFFERED).items()}
 )
 """Parameter that a session may do without -> values that ask for nothing."""
 

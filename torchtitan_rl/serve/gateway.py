@@ -6,11 +6,13 @@ keeps the sessions and decides who gets in; the routes after it speak HTTP.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import logging
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -18,15 +20,19 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from torchtitan_rl import adapters
 from torchtitan_rl.rollout.agent import Endpoint, SessionLimits
 from torchtitan_rl.rollout.policy import Policy
+from torchtitan_rl.serve.anthropic.anthropic_errors import anthropic_answer
+from torchtitan_rl.serve.dialect import Translated
 from torchtitan_rl.serve.errors import Refused, answer, invalid
 from torchtitan_rl.serve.guard import Guard, allowed_hosts
-from torchtitan_rl.serve.keys import bearer, check_key, is_loopback
+from torchtitan_rl.serve.keys import check_key, is_loopback, key_of
 from torchtitan_rl.serve.limits import Rate, ServerLimits, read_body
 from torchtitan_rl.serve.listening import Listening
 from torchtitan_rl.serve.openai import responses
 from torchtitan_rl.serve.openai.message_spans import Spans
+from torchtitan_rl.serve.openai.messages import stopped_by
 from torchtitan_rl.serve.openai.rendering import Renderings
 from torchtitan_rl.serve.openai.requests import ChatRequest, CompletionRequest, RewardRequest, Sampled, parse
 from torchtitan_rl.serve.openai.served import Served, unknown_model
@@ -38,10 +44,13 @@ __all__ = ["Gateway", "Served"]
 logger = logging.getLogger(__name__)
 
 Handler = Callable[[Request], Awaitable[Response]]
+Reader = Callable[[bytes, Collection[str]], tuple[Any, list[str]]]
+"""From a body and the ignored parameters to a request, and the parameters that were left out."""
 
 
 class Gateway(AbstractAsyncContextManager):
-    """Endpoints as of OpenAI, for sessions and, with `served`, for clients without one. Open with `async with`.
+    """Endpoints as of OpenAI and Anthropic, for sessions and, with `served`, for clients without one. Open with
+    `async with`.
 
     `context_tokens` bounds a prompt with its completion, `vocab_size` (0: the tokenizer's) the ids of tokens. Clients
     without a session need `api_key` unless it is empty; a session has a key of its own. `allow_hosts` are names of
@@ -220,17 +229,19 @@ def _application(gateway: Gateway) -> FastAPI:
     session too."""
     app = FastAPI(openapi_url=None)
     routes = _Routes(gateway)
-    for path, handler, methods in (
-        ("/v1/models", routes.models, ["GET"]),
-        ("/v1/models/{model:path}", routes.models, ["GET"]),
-        ("/v1/chat/completions", routes.chat, ["POST"]),
-        ("/v1/completions", routes.completions, ["POST"]),
-        ("/reward", routes.reward, ["POST"]),
+    for path, handler, methods, refuse in (
+        ("/v1/models", routes.models, ["GET"], answer),
+        ("/v1/models/{model:path}", routes.models, ["GET"], answer),
+        ("/v1/chat/completions", routes.chat, ["POST"], answer),
+        ("/v1/completions", routes.completions, ["POST"], answer),
+        ("/v1/messages", routes.messages, ["POST"], anthropic_answer),
+        ("/v1/messages/count_tokens", routes.count_tokens, ["POST"], anthropic_answer),
+        ("/reward", routes.reward, ["POST"], answer),
     ):
-        app.add_route("/sessions/{session_id}" + path, routes.guarded(handler), methods)
+        app.add_route("/sessions/{session_id}" + path, routes.guarded(handler, refuse), methods)
         if path != "/reward":
-            app.add_route(path, routes.guarded(handler), methods)
-    app.add_route("/healthz", routes.guarded(routes.health), ["GET"])
+            app.add_route(path, routes.guarded(handler, refuse), methods)
+    app.add_route("/healthz", routes.guarded(routes.health, answer), ["GET"])
     app.add_exception_handler(HTTPException, _no_route)
     return app
 
@@ -240,9 +251,10 @@ class _Routes:
 
     def __init__(self, gateway: Gateway) -> None:
         self.gateway = gateway
+        self._has_dialects = False
 
-    def guarded(self, handler: Handler) -> Handler:
-        """The handler with refusals as answers, and spans."""
+    def guarded(self, handler: Handler, refuse: Callable[[Refused], Response]) -> Handler:
+        """The handler with refusals as answers, in the form of `refuse`, and spans."""
         spans = self.gateway.spans
 
         async def guard(request: Request) -> Response:
@@ -250,17 +262,17 @@ class _Routes:
             try:
                 response = await handler(request)
             except Refused as refused:
-                response = answer(refused)
+                response = refuse(refused)
             except Exception:
                 logger.exception("the gateway failed on %s", request.url.path)
-                response = answer(Refused(500, "the gateway failed; its log says why", code="internal_error"))
+                response = refuse(Refused(500, "the gateway failed; its log says why", code="internal_error"))
             spans.ended(response.status_code)
             return response
 
         return guard
 
     async def chat(self, request: Request) -> Response:
-        session, query = await self._parsed(request, ChatRequest)
+        session, query = await self._parsed(request, partial(parse, ChatRequest))
         answers = await self._completed(request, session, query, lambda: [session.chat_prompt(query)])
         whole = responses.chat_answer(
             answers, query, query.model or session.model, f"chatcmpl-{answers[0].id}", session.policy.tokenizer
@@ -268,12 +280,35 @@ class _Routes:
         return _sent(whole, responses.chat_chunks(whole, query) if query.stream else None)
 
     async def completions(self, request: Request) -> Response:
-        session, query = await self._parsed(request, CompletionRequest)
+        session, query = await self._parsed(request, partial(parse, CompletionRequest))
         answers = await self._completed(request, session, query, lambda: session.text_prompts(query))
         whole = responses.completion_answer(
             answers, query, query.model or session.model, f"cmpl-{answers[0].id}", session.policy.tokenizer
         )
         return _sent(whole, responses.completion_chunks(whole, query) if query.stream else None)
+
+    async def messages(self, request: Request) -> Response:
+        await self._load_dialects()
+        from torchtitan_rl.serve.anthropic import message_events
+        from torchtitan_rl.serve.anthropic import requests as anthropic
+
+        anthropic.check_version(request.headers.get("anthropic-version"))
+        session, query = await self._parsed(request, anthropic.messages_request)
+        chat = query.chat
+        (reply,) = await self._completed(request, session, chat, lambda: [session.chat_prompt(chat)])
+        stop = stopped_by(session.policy.text(reply.completion), chat.stops)
+        made = message_events.message(reply, chat.model or session.model, stop)
+        if chat.stream:
+            return _events(message_events.event_bytes(message_events.message_events(made)))
+        return _sent(message_events.whole_message(made))
+
+    async def count_tokens(self, request: Request) -> Response:
+        await self._load_dialects()
+        from torchtitan_rl.serve.anthropic import requests as anthropic
+
+        anthropic.check_version(request.headers.get("anthropic-version"))
+        session, query = await self._parsed(request, anthropic.count_request)
+        return _sent({"input_tokens": session.count_tokens(query.chat)})
 
     async def models(self, request: Request) -> Response:
         """The models, or the one that the path names."""
@@ -308,18 +343,25 @@ class _Routes:
         session_id = request.path_params.get("session_id") or request.headers.get("x-session-id")
         return None if session_id is None else self.gateway.session(session_id, _key(request))
 
-    async def _parsed(self, request: Request, kind: type[Sampled]) -> tuple[Session, Any]:
+    async def _load_dialects(self) -> None:
+        """vLLM's protocol classes: importing vLLM takes seconds, in which other requests are answered."""
+        if not self._has_dialects:
+            with self.gateway.spans.away():
+                await asyncio.to_thread(_import_dialects)
+            self._has_dialects = True
+
+    async def _parsed(self, request: Request, read: Reader) -> tuple[Session, Any]:
         session, key = self._session(request), _key(request)
         if session is None:
             self.gateway.models(key)  # refuses a wrong key before a body is read
         try:
             ignored = self.gateway.ignored if session is None else session.ignored
-            query, left_out = parse(kind, await self._body(request), ignored)
+            query, left_out = read(await self._body(request), ignored)
             if session is None:
                 session = self.gateway.stateless(key, query.model)
             elif query.model not in (None, session.model):
                 raise unknown_model(query.model, [session.model])
-            _check_size(query, self.gateway.limits)
+            _check_size(query.chat if isinstance(query, Translated) else query, self.gateway.limits)
             if left_out:
                 session.counts["ignored"] += len(left_out)
             return session, query
@@ -378,15 +420,23 @@ def _has_gone(request: Request) -> bool:
 
 
 def _key(request: Request) -> str:
-    return bearer(request.headers.get("authorization"))
+    return key_of(request.headers)
+
+
+def _import_dialects() -> None:
+    adapters.prepare_vllm(eager=True)
+    import torchtitan_rl.serve.anthropic.message_events
+    import torchtitan_rl.serve.anthropic.requests  # noqa: F401  they are imported for those who come next
 
 
 def _sent(content: dict[str, Any], chunks=None) -> Response:
     if chunks is not None:
-        return Response(
-            responses.event_stream(chunks), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
-        )
+        return _events(responses.event_stream(chunks))
     return Response(json.dumps(content).encode(), media_type="application/json")
+
+
+def _events(stream: bytes) -> Response:
+    return Response(stream, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
 
 async def _no_route(request: Request, error: Exception) -> Response:

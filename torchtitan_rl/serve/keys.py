@@ -5,12 +5,13 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from torchtitan_rl.record.console.notices import say
 from torchtitan_rl.serve.errors import Refused
 
-__all__ = ["API_KEY_VARIABLE", "read_key", "bearer", "check_key", "is_loopback"]
+__all__ = ["API_KEY_VARIABLE", "read_key", "bearer", "check_key", "is_loopback", "key_of"]
 
 API_KEY_VARIABLE = "TORCHTITAN_RL_API_KEY"
 
@@ -57,13 +58,18 @@ def bearer(authorization: str | None) -> str:
     return key.strip() if scheme.lower() == "bearer" else ""
 
 
+def key_of(headers: Mapping[str, str]) -> str:
+    """The key of a request: of `Authorization: Bearer KEY`, else of `x-api-key`, which Anthropic's clients send."""
+    return bearer(headers.get("authorization")) or headers.get("x-api-key", "").strip()
+
+
 def check_key(key: str, expected: str) -> None:
     """Raises Refused (401) for another key than `expected`. How long it takes does not depend on the keys' letters."""
     if not hmac.compare_digest(key.encode("utf-8", "surrogateescape"), expected.encode()):
         raise Refused(
             401,
             "Authorization: " + ("is not the key of this address" if key else "has no key") + "; send "
-            "'Authorization: Bearer KEY', as SDKs do with api_key",
+            "'Authorization: Bearer KEY' or 'x-api-key: KEY', as SDKs do with api_key",
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )

@@ -17,7 +17,16 @@ from torchtitan_rl.serve.errors import invalid, refusal_of
 from torchtitan_rl.tasks.reward_parts import MAX_PARTS
 from torchtitan_rl.types import MAX_REWARD
 
-__all__ = ["ChatRequest", "CompletionRequest", "RewardRequest", "Sampled", "ToolCall", "ChatMessage", "parse"]
+__all__ = [
+    "ChatRequest",
+    "CompletionRequest",
+    "RewardRequest",
+    "Sampled",
+    "ToolCall",
+    "ChatMessage",
+    "chat_request",
+    "parse",
+]
 
 _MEANINGLESS = frozenset(
     ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
@@ -190,6 +199,19 @@ def parse(kind: type[_Body], body: bytes, ignored: Collection[str] = ()) -> tupl
         request = kind.model_validate_json(body)
     except ValidationError as error:
         raise refusal_of(error) from None
+    return request, _checked(request, ignored)
+
+
+def chat_request(content: dict[str, Any], ignored: Collection[str] = ()) -> tuple[ChatRequest, list[str]]:
+    """`parse` of a request that a translation made."""
+    try:
+        request = ChatRequest.model_validate(content)
+    except ValidationError as error:
+        raise refusal_of(error) from None
+    return request, _checked(request, ignored)
+
+
+def _checked(request: _Body, ignored: Collection[str]) -> list[str]:
     left_out = [name for name in ignored if _asks(request, name)]
     for name in left_out:
         setattr(request, name, None)
@@ -199,7 +221,7 @@ def parse(kind: type[_Body], body: bytes, ignored: Collection[str] = ()) -> tupl
         neutral, why = NOT_OFFERED.get(name, ((), "there is no such parameter here"))
         if value not in neutral:
             raise invalid(f"{name[:80]}: is not offered: {why}; leave it out", name[:80], "unsupported_parameter")
-    return request, left_out
+    return left_out
 
 
 def _asks(request: _Body, name: str) -> bool:

@@ -52,6 +52,8 @@ class Prompt:
     """The text, for a prompt that was given as text."""
     structure: Structure = field(default_factory=Structure)
     """What the answer must be."""
+    num_drifted: int = 0
+    """Messages that come back otherwise than the policy said them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -166,6 +168,7 @@ class Session:
         keys = [hash(("tools", json.dumps(tools)))]
         for message in messages:
             keys.append(hash((keys[-1], *compared(message))))
+        num_drifted = 0
         for i in range(len(messages) - 1, -1, -1):
             if messages[i].role != "assistant":
                 continue
@@ -174,11 +177,11 @@ class Session:
                     earlier.prompt.tokens, earlier.completion, earlier.prompt.messages, rendered[i + 1 :]
                 )
                 stops = earlier.prompt.stop_token_ids
-                return Prompt(tokens, stops, earlier, rendered, tools, keys[-1])
-            self.counts["drift"] += keys[i] in self._kept_keys
+                return Prompt(tokens, stops, earlier, rendered, tools, keys[-1], num_drifted=num_drifted)
+            num_drifted += keys[i] in self._kept_keys
         end = chat.end_of_turn(rendered)
         stops = [] if end in (None, self.policy.tokenizer.eos_token_id) else [end]
-        return Prompt(chat.prompt(rendered), stops, None, rendered, tools, keys[-1])
+        return Prompt(chat.prompt(rendered), stops, None, rendered, tools, keys[-1], num_drifted=num_drifted)
 
     def text_prompts(self, request: CompletionRequest) -> list[Prompt]:
         """The prompts of a request for completions: text or tokens, one or several. Raises Refused."""
@@ -210,10 +213,16 @@ class Session:
         if (wrong := next((i for i in ids if not 0 <= i < size), None)) is not None:
             raise invalid(f"{param}: token id {wrong} is outside the vocabulary of {size}; give ids of it", param)
 
+    def count_tokens(self, request: ChatRequest) -> int:
+        """The tokens of the prompt of a conversation; nothing is sampled. Raises Refused."""
+        self._rate.take()
+        return len(self.chat_prompt(request).tokens)
+
     # Completions.
 
     async def complete(self, prompts: list[Prompt], request: Sampled) -> list[Answer]:
         """`n` completions of each prompt, prompt by prompt. They count as turns once `keep` is told. Raises Refused."""
+        self.counts["drift"] += sum(prompt.num_drifted for prompt in prompts)
         n = (request.n or 1) * len(prompts)
         self._admit(n)
         params = []
