@@ -1,5 +1,6 @@
 """Anthropic's Messages at the gateway, asked by Anthropic's SDK: the same rollout as by chat completions."""
 
+import importlib
 from contextlib import asynccontextmanager
 
 import anthropic
@@ -7,12 +8,23 @@ import httpx
 import pytest
 
 from tests.unit.serve.opened import BYTES, END, served, session, shown
+from torchtitan_rl import adapters
+
+pytestmark = pytest.mark.timeout(600)  # the first test waits for the import of vLLM
 
 TOOL = {
     "name": "add",
     "description": "adds",
     "input_schema": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def vllm():
+    """Imports vLLM, which a gateway does at the first request and takes a minute on a busy machine, before a client's
+    time runs."""
+    adapters.prepare_vllm(eager=True)
+    importlib.import_module("torchtitan_rl.serve.anthropic.requests")
 
 
 @asynccontextmanager
