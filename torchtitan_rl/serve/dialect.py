@@ -29,7 +29,7 @@ class Fields:
     def checked(self, body: dict[str, Any], ignored: Collection[str]) -> tuple[dict[str, Any], list[str]]:
         """The offered fields of a body, and which of `ignored` were left out of it. Raises Refused (400) for any other
         field that asks for something."""
-        kept, left_out = {}, []
+        content, left_out = {}, []
         for name, value in body.items():
             if value is None or name in self.meaningless:
                 continue
@@ -39,10 +39,10 @@ class Fields:
             if name in self.refused and name in ignored:
                 left_out.append(name)
             elif name in self.offered:
-                kept[name] = value
+                content[name] = value
             else:
                 raise invalid(f"{name[:80]}: is not offered: {why}; leave it out", name[:80], "unsupported_parameter")
-        return kept, left_out
+        return content, left_out
 
 
 @dataclass(slots=True)

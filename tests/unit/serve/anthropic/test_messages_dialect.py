@@ -151,7 +151,9 @@ async def test_thinking_that_comes_back_is_the_templates_affair():
         first = await sdk.messages.create(**ask("a", thinking={"type": "adaptive"}))
         blocks = [{"type": "thinking", "thinking": "hm", "signature": "s"}, {"type": "redacted_thinking", "data": "x"}]
         await sdk.messages.create(**ask("a", [*blocks, *first.content], "b"))
-        assert opened.turns()[1].prompt_tokens[: len(opened.turns()[0].prompt_tokens)]
+        first_turn, second = opened.turns()
+        so_far = [*first_turn.prompt_tokens, *first_turn.completion.tokens]
+        assert second.prompt_tokens[: len(so_far)] == so_far
         assert opened.counts["drift"] == 0
 
 
