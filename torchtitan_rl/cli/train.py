@@ -145,6 +145,7 @@ def _train_with_restarts(args: argparse.Namespace, config: RunConfig) -> int:
 
 async def _train(args: argparse.Namespace, config: RunConfig) -> int:
     from torchtitan_rl.cli.summary import summary_rows
+    from torchtitan_rl.launch.demand import scaled_by_demand
     from torchtitan_rl.launch.liveness.watchdog import alive
     from torchtitan_rl.launch.replicas import scaled_on_request
     from torchtitan_rl.record.console.json_progress import JsonProgress
@@ -158,7 +159,8 @@ async def _train(args: argparse.Namespace, config: RunConfig) -> int:
 
     async def body(controller: Controller) -> None:
         scaled = scaled_on_request(controller.replicas, controller.run_dir.path)
-        async with scaled, serving(controller, served_at, quiet=args.quiet):
+        followed = scaled_by_demand(controller.replicas, controller.generator, config.generator)
+        async with scaled, followed, serving(controller, served_at, quiet=args.quiet):
             report = await controller.train()
         curve = controller.run_dir.path / "curve.png"
         plot_curve(controller.run_dir.read_metrics(), curve)

@@ -37,7 +37,14 @@ _HARMLESS = (
     *(
         f"generator.{field}"
         for field in (
-            *("num_replicas", "tensor_parallel_degree", "max_model_len", "max_num_seqs", "kv_cache_gib"),
+            *(
+                "num_replicas",
+                "max_replicas",
+                "tensor_parallel_degree",
+                "max_model_len",
+                "max_num_seqs",
+                "kv_cache_gib",
+            ),
             *("max_num_batched_tokens", "num_threads", "enforce_eager", "compile", "model_runner", "verify_loaded"),
             *("on_update", "record_routing"),
             *("max_replica_restarts", "num_spares", "restart_window_s", "probe_every_s", "hang_timeout_s"),

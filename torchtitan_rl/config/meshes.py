@@ -165,6 +165,10 @@ class GeneratorConfig:
     """Ranks of one replica, by tensor parallelism; 1: the model is not cut."""
     num_replicas: Annotated[int, Ge(1)] = 1
     """Generators with the same weights, each on a mesh of its own."""
+    max_replicas: Annotated[int | None, Ge(1)] = None
+    """Where requests wait for a place in an engine, replicas join, up to so many; where fewer would do, they leave
+    again, down to `num_replicas`. By the mean of the last minute. None: the number changes on request alone
+    (`torchtitan-rl scale`)."""
     max_model_len: Annotated[int, Ge(0), Hint("use 0 for what the sampling limits allow")] = 0
     """Longest sequence in tokens, prompt and completion together; 0: what the sampling limits allow."""
     max_num_seqs: Annotated[int, Ge(1)] = 256

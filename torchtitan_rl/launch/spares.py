@@ -36,7 +36,9 @@ class Spares:
         """Begins to prepare spares until there are `number`. Returns at once."""
         while len(self._preparing) < self.number:
             self._started += 1
-            self._preparing.append(asyncio.ensure_future(self._prepare(f"spare-{self._started}")))
+            spare = asyncio.ensure_future(self._prepare(f"spare-{self._started}"))
+            spare.add_done_callback(_read)
+            self._preparing.append(spare)
 
     async def _prepare(self, name: str) -> tuple[Any, Any]:
         procs = await self._spawn(name, self._ranks, Place(hosts=[0], devices=[""]))
@@ -55,3 +57,9 @@ class Spares:
             except Exception as error:  # the spare has died: a process from scratch does as well
                 logger.warning("a spare process is not usable (%s: %s)", type(error).__name__, error)
         return None
+
+
+def _read(spare: asyncio.Task) -> None:
+    """A spare that nobody takes may fail when the run ends: asyncio would report its error as one that nobody read."""
+    if not spare.cancelled():
+        spare.exception()

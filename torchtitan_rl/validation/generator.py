@@ -10,7 +10,7 @@ from torchtitan_rl.families import DecoderShape
 from torchtitan_rl.model.shape import kv_bytes_per_token, state_bytes
 from torchtitan_rl.validation.trainer import check_experts_kernel
 
-__all__ = ["check_engine", "check_generator_of_experts", "check_own_model"]
+__all__ = ["check_engine", "check_generator_of_experts", "check_own_model", "check_replicas"]
 
 
 def check_own_model(generator: GeneratorConfig, shape: DecoderShape) -> None:
@@ -21,6 +21,23 @@ def check_own_model(generator: GeneratorConfig, shape: DecoderShape) -> None:
         raise ValueError(f"generator.model_impl='vllm': {fault}; use 'torchtitan'")
     if shape.experts is not None:
         raise ValueError("generator.model_impl='vllm': is for dense models only; use 'torchtitan'")
+
+
+def check_replicas(config: RunConfig) -> None:
+    """Raises ValueError for a range of replicas that is none, and where their number cannot change."""
+    generator, colocation = config.generator, config.roles.colocation
+    if (most := generator.max_replicas) is None:
+        return
+    if most < generator.num_replicas:
+        raise ValueError(
+            f"generator.max_replicas={most}: is less than generator.num_replicas={generator.num_replicas}, with which "
+            "the run begins; raise it, or leave it out"
+        )
+    if colocation != "none":
+        raise ValueError(
+            f"generator.max_replicas={most}: with roles.colocation={colocation!r} the number of replicas is fixed; use "
+            "'none', or leave max_replicas out"
+        )
 
 
 def check_engine(generator: GeneratorConfig, shape: DecoderShape) -> None:

@@ -8,7 +8,7 @@ from tests.kit.refusal import refusal
 from tests.kit.run_config import run_config
 from tests.unit.families.shapes import LATENT, SIZES
 from torchtitan_rl.families import DeepseekV3Shape, Qwen2Shape
-from torchtitan_rl.validation.run import validate
+from torchtitan_rl.validation.run import check_local, validate
 
 
 def test_a_head_that_attention_on_a_cpu_cannot_compute(monkeypatch):
@@ -95,3 +95,17 @@ def test_an_engine_that_cannot_be_compiled(monkeypatch):
         "generator.compile=True: is not tested with generator.tensor_parallel_degree=2, whose ranks add up within the "
         "compiled code; use 1, or compile=False"
     )
+
+
+def test_a_range_of_replicas():
+    config = run_config()
+    config.generator.num_replicas, config.generator.max_replicas = 2, 2
+    validate(config)
+    config.generator.max_replicas = 1
+    assert refusal(validate, config).startswith(
+        "generator.max_replicas=1: is less than generator.num_replicas=2, with which the run begins"
+    )
+    config.generator.max_replicas, config.roles.colocation = 4, "all"
+    assert "the number of replicas is fixed; use 'none'" in refusal(validate, config)
+    config.roles.colocation, config.generator.num_replicas = "none", 1
+    assert "backend='local' has one engine" in refusal(check_local, config)

@@ -1,0 +1,147 @@
+"""Runs at lag 2 with slow rewards, stopped and killed replicas, each replayed and compared to the last bit.
+
+    .venv/bin/python -m benchmarks.replays [--seeds 0 1 2] [--local 3] [--steps 8] [--output-dir DIR]
+
+Every run is a short one of the quickstart's model. What happens to it is drawn with the seed: the order of batches, how
+long a reward waits, which replicas stand still (SIGSTOP) or are killed (SIGKILL), and when. The first `--local` runs
+have one replica, which is not killed, and are replayed in one process; the rest have two. Prints a line per run; exit
+status 1 where a replay is not the run. Then the same config is run once more by itself and compared: a control, which
+is to differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from benchmarks import replays
+from torchtitan_rl.actors.operations import WorkerProcess
+from torchtitan_rl.config.load import load_config
+from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.dispatch.role_mesh import WorkerLost
+from torchtitan_rl.record.run_dir import RunDir
+from torchtitan_rl.tasks.letter_sort import partial_credit
+from torchtitan_rl.tools.replay_differences import first_difference
+from torchtitan_rl.train.controller import Controller
+from torchtitan_rl.types import Task
+
+ROOT = Path(__file__).parents[1]
+
+_CLOCK = random.SystemRandom()
+"""Not seeded: a run's rewards wait for times that no later run can know."""
+
+
+async def slow(task: Task, completions: list[str]) -> list[float]:
+    """The quickstart's reward, after a wait of up to 0.4 s."""
+    await asyncio.sleep(_CLOCK.uniform(0.0, 0.4))
+    return [partial_credit(completion, task.answer) for completion in completions]
+
+
+def config(path: Path, seed: int, *, replicas: int, steps: int, draw: random.Random) -> RunConfig:
+    config = load_config(str(ROOT / "configs" / "quickstart.py"))
+    config.output_dir, config.seed = str(path), seed
+    config.task.reward = replays.slow  # by the name under which a replay imports it, not by __main__
+    config.supervised.num_steps, config.supervised.batch_size = 2, 8
+    config.algorithm.max_policy_lag = 2
+    config.algorithm.batch_order = draw.choice(["finished", "slots"])
+    config.algorithm.tasks_per_step, config.algorithm.group_size = 4, 4
+    config.controller.num_steps, config.controller.eval_every = steps, 4
+    config.controller.eval_tasks = config.controller.test_tasks = 8
+    config.generator.num_replicas = replicas
+    config.generator.max_replica_restarts = draw.choice([0, 3])
+    config.record.diagnose = False
+    return config
+
+
+async def train(config: RunConfig, draw: random.Random, *, kill: bool) -> list[str]:
+    """Trains, and meanwhile disturbs the replicas. Returns what was done to them."""
+    done: list[str] = []
+    async with await Controller.launch(config) as controller:
+        disturbing = asyncio.ensure_future(disturb(controller, draw, done, kill=kill))
+        await controller.train()
+        disturbing.cancel()
+        with suppress(asyncio.CancelledError):
+            await disturbing
+    return done
+
+
+async def disturb(controller: Controller, draw: random.Random, done: list[str], *, kill: bool) -> None:
+    steps, victim = controller.config.controller.num_steps, draw.randrange(3)
+    for number, step in enumerate(sorted(draw.randrange(steps) for _ in range(3))):
+        while controller.state.phase != "reinforcement" or controller.state.step < step:
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(draw.uniform(0.0, 0.3))
+        replica = draw.choice(controller.generator._replicas)
+        with suppress(WorkerLost, ProcessLookupError, TimeoutError):  # it was killed before, and starts again
+            (pid,) = await asyncio.wait_for(replica.mesh.call_each(WorkerProcess.pid), 5.0)
+            if kill and number == victim:
+                os.kill(pid, signal.SIGKILL)
+                done.append(f"{replica.mesh.role} killed at step {controller.state.step}")
+                continue
+            await stopped(pid, draw.uniform(0.3, 1.5))
+            done.append(f"{replica.mesh.role} stopped at step {controller.state.step}")
+
+
+async def stopped(pid: int, seconds: float) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        await asyncio.sleep(seconds)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def replay(run: Path, *, backend: str) -> tuple[bool, str]:
+    """(whether the replay is the run, what `--verify` said)."""
+    command = [sys.executable, "-m", "torchtitan_rl.cli", "replay", str(run), "--verify", "--backend", backend]
+    command += ["--output-dir", f"{run}-replay"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    lines = [line for line in (ended.stdout + ended.stderr).splitlines() if line.startswith(("the same", "differs"))]
+    return ended.returncode == 0 and bool(lines), lines[-1] if lines else ended.stderr[-2000:]
+
+
+def once_more(run: Path, config: RunConfig) -> str:
+    """Runs a config again, not by its schedule, and returns where the two runs part."""
+    config.output_dir = f"{run}-again"
+    asyncio.run(train(config, random.Random(0), kill=False))
+    difference = first_difference(
+        RunDir(run), 1, RunDir(Path(config.output_dir)), first=0, last=config.controller.num_steps
+    )
+    return "the same" if difference is None else str(difference)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(20)))
+    parser.add_argument("--local", type=int, default=3, help="runs that are replayed in one process")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--output-dir", type=Path)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        root, failed = args.output_dir or Path(temporary), 0
+        for number, seed in enumerate(args.seeds):
+            local, draw, path, start = number < args.local, random.Random(seed), root / str(seed), time.monotonic()
+            of_run = config(path, seed, replicas=1 if local else 2, steps=args.steps, draw=draw)
+            done = asyncio.run(train(of_run, draw, kill=not local))
+            same, verdict = replay(path, backend="local" if local else "actors")
+            failed += not same
+            print(
+                f"seed {seed}, {of_run.algorithm.batch_order}, {'local' if local else 'actors'}: {verdict}; "
+                f"{', '.join(done)}; {time.monotonic() - start:.0f} s",
+                flush=True,
+            )
+        print(f"{len(args.seeds) - failed} of {len(args.seeds)} replays are their run", flush=True)
+        print(f"control, run again without its schedule: {once_more(path, of_run)}", flush=True)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
