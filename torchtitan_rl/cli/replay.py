@@ -16,9 +16,13 @@ from torchtitan_rl.cli.controller_run import checked_backend, run_controller
 if TYPE_CHECKING:
     from torchtitan_rl.config.run import RunConfig
     from torchtitan_rl.train.controller import Controller
+    from torchtitan_rl.train.influence import Influence
     from torchtitan_rl.train.recorded_attempt import RecordedAttempt
 
 __all__ = ["add_arguments", "run"]
+
+_SHOWN = 5
+"""Batches at either end of the order by influence that are printed."""
 
 _NAMES = {"device": "device", "processor": "processor", "cores": "cores", "torch": "torch", "vllm": "vLLM"}
 """Of an environment, what the numbers of a run depend on."""
@@ -31,6 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--to", dest="last", type=int, metavar="STEP", help="the last step; default: the run's")
     parser.add_argument("--verify", action="store_true", help="compare with the record and name the first difference")
+    parser.add_argument(
+        "--influence", action="store_true", help="say which batches helped or harmed what the batches around them teach"
+    )
+    parser.add_argument(
+        "--window", type=int, default=3, metavar="N", help="batches on either side that it is measured by (default: 3)"
+    )
     parser.add_argument("--elsewhere", action="store_true", help="although versions, processor or cores differ")
     parser.add_argument(
         "--config", default="", metavar="FILE", help="the run's config file, where it defines functions of its own"
@@ -48,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
     from torchtitan_rl.config.load import load_config
     from torchtitan_rl.train.recorded_attempt import recorded_attempt
 
+    if args.window < 1:
+        raise ValueError(f"--window={args.window}: is no number of batches; use at least 1")
     recorded = recorded_attempt(Path(args.run), first=args.first, last=args.last)
     if not args.elsewhere:
         _check_environment(recorded)
@@ -104,8 +116,14 @@ def _config(recorded: RecordedAttempt, output_dir: str) -> RunConfig:
 async def _replay(args: argparse.Namespace, config: RunConfig, recorded: RecordedAttempt) -> int:
     from torchtitan_rl.record.console.progress import Progress
     from torchtitan_rl.record.recorder import Listener, Metrics
+    from torchtitan_rl.record.run_dir import RunDir
     from torchtitan_rl.train.controller import Controller
+    from torchtitan_rl.train.influence import WeighedBatches, read_references, write_influences
     from torchtitan_rl.types.ends import Preempted
+
+    references = None
+    if args.influence:
+        references = read_references(RunDir(recorded.run), first=recorded.first, last=recorded.last)
 
     class StopAt(Listener):
         """Asks the run to stop after the last step of the replay."""
@@ -119,17 +137,36 @@ async def _replay(args: argparse.Namespace, config: RunConfig, recorded: Recorde
 
     async def body(controller: Controller) -> None:
         controller.recorder.listeners.append(StopAt(controller))
+        weighed = None
+        if references is not None:
+            weighed = WeighedBatches(controller.batches, controller.trainer, references, window=args.window)
+            controller.batches = weighed
         try:
             await controller.train()
         except Preempted:
             pass
         args.replayed = controller.run_dir
+        if weighed is not None:
+            influences = await weighed.influences()
+            file = controller.run_dir.path / "influence.jsonl"
+            write_influences(file, influences)
+            print(*_influence_lines(influences), f"all of them: {file}", sep="\n")
 
     start = partial(Controller.launch, config, progress=Progress(quiet=args.quiet), recorded=recorded)
     status = await run_controller(args, start, body, config.output_dir)
     if status or not args.verify:
         return status
     return await asyncio.to_thread(_verified, args, recorded)
+
+
+def _influence_lines(influences: list[Influence]) -> list[str]:
+    """The batches that stand out most, those that harmed first."""
+    lines = [
+        "batches by influence on the ones around them: step, gain in nats per token, standard deviations from the usual"
+    ]
+    in_order = sorted(influences, key=lambda influence: influence.deviations)
+    shown = in_order if len(in_order) <= 2 * _SHOWN else in_order[:_SHOWN] + in_order[-_SHOWN:]
+    return lines + [f"{of.step:6d} {of.gain:+10.6f} {of.deviations:+7.1f}" for of in shown]
 
 
 def _verified(args: argparse.Namespace, recorded: RecordedAttempt) -> int:
