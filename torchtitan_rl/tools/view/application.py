@@ -16,7 +16,7 @@ from starlette.staticfiles import StaticFiles
 
 from torchtitan_rl.serve.errors import Refused
 from torchtitan_rl.serve.guard import Guard, allowed_hosts
-from torchtitan_rl.tools.view import evaluation_pages, pages, rollout_pages, text
+from torchtitan_rl.tools.view import evaluation_pages, pages, pair_pages, rollout_pages, text
 from torchtitan_rl.tools.view.access import ReadOnly
 from torchtitan_rl.tools.view.query import Parameters
 from torchtitan_rl.tools.view.runs import ShownRun
@@ -37,6 +37,8 @@ _PAGES = {
     "/rollouts": ("rollouts.html", rollout_pages.listed),
     "/groups": ("groups.html", rollout_pages.groups),
     "/group": ("group.html", rollout_pages.group),
+    "/pairs": ("pairs.html", pair_pages.pairs),
+    "/pair": ("pair.html", pair_pages.pair),
     "/rollout": ("rollout.html", rollout_pages.rollout),
     "/text": ("text.html", rollout_pages.whole_text),
 }

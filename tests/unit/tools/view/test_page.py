@@ -66,6 +66,9 @@ class Tags(HTMLParser):
     + [
         "/groups?step=1",
         "/group?id=2/0",
+        "/pairs",
+        "/pairs?run=second&run=first&step=1",
+        "/pair?run=first&run=second&id=2/0",
         "/text?id=2/0/1",
         "/text?id=2/0/1&part=text-0",
         "/completions?step=0&name=sort&split=validation&verdict=wrong&q=script",
@@ -91,7 +94,8 @@ def test_every_address_answers_and_lets_nothing_else_in(page, address):
 @pytest.mark.parametrize(
     "address",
     ["/rollouts", "/group?id=2/0", "/rollout?id=2/0/1", "/text?id=2/0/1", "/rollouts?q=%3Cscript", "/completions"]
-    + [f"/task?{TASK}", f"/completion?{TASK}&step=0", f"/completion?{TASK}&step=3&sample=1"],
+    + [f"/task?{TASK}", f"/completion?{TASK}&step=0", f"/completion?{TASK}&step=3&sample=1"]
+    + ["/pair?run=first&run=second&id=2/0"],
 )
 def test_what_a_model_said_is_text(page, address):
     answer = page.get(address)
@@ -99,6 +103,32 @@ def test_what_a_model_said_is_text(page, address):
     if address != "/rollout?id=2/0/1":  # which shows the tokens
         assert "<script>alert(1)</script><img src=x onerror=alert(2)>" in Tags(answer.text).said
         assert "U+202E RIGHT-TO-LEFT OVERRIDE" in answer.text
+
+
+def test_the_same_draws_of_two_runs_stand_side_by_side(tmp_path):
+    texts = {"first": ["abcd", "same", "right"], "second": ["abxy", "same", "wrong"]}
+    for name, rewards in (("first", [0.25, 0.5, 1.0]), ("second", [0.25, 0.5, 0.0])):
+        run_dir = made_run(tmp_path / name, steps=0)
+        other = group(9, ["alone"], [1.0])
+        write_step(run_dir, 1, [group(4, texts[name], rewards), *([other] if name == "first" else [])])
+    page = client(tmp_path / "first", tmp_path / "second")
+    assert "/pairs?run=first&amp;run=second&amp;step=1" in page.get("/groups?run=first&step=1").text
+    assert "/pair?run=first&amp;run=second&amp;id=4%2F0&amp;step=1" in page.get("/group?run=first&id=4/0").text
+    listed = page.get("/pairs").text
+    words = " ".join(Tags(listed.replace("</td>", " </td>")).said.split())
+    assert "Draws in both runs: 1. Rollouts: 3, with another reward: 1." in words
+    assert "4/0 sort/train/4 0.583 0.250 \u22120.333 1 of 3" in words
+    pair = page.get("/pair?id=4/0").text
+    assert '<span class="muted">ab</span><mark>cd</mark>' in pair and "<mark>xy</mark>" in pair
+    assert pair.count("<mark>") == 4 and '<span class="muted">same</span>' in pair
+
+
+def test_draws_are_compared_between_two_runs_that_have_them(page, runs):
+    alone = client(runs / "first").get("/pairs")
+    assert alone.status_code == 400 and "draws are compared between two runs; show two" in alone.text
+    missing = page.get("/pair?id=77/0")
+    assert missing.status_code == 404 and "is not recorded in first at that step" in missing.text
+    assert "No draw is recorded in both runs" in page.get("/pairs?step=99").text
 
 
 def test_completions_of_an_evaluation_are_listed_with_the_wrong_ones_first(page):
