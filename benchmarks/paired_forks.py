@@ -86,8 +86,8 @@ def main() -> int:
         for steps, of_step in alike(run, args.output_dir / f"paired-{point}", point).items():
             likeness[steps].append(of_step)
         print(f"fork at {point}: paired {differences['paired'][-1]:+.3f}, unpaired {differences['unpaired'][-1]:+.3f}")
-    for steps, of_step in sorted(likeness.items()):
-        same, correlation = (fmean(values) for values in zip(*of_step))
+    for steps, of_points in sorted(likeness.items()):
+        same, correlation = (fmean(values) for values in zip(*of_points))
         print(
             f"{steps:2d} steps after: tokens equal in {same:.3f} of the draws, rewards correlate by {correlation:.3f}"
         )
