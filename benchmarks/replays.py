@@ -1,12 +1,14 @@
-"""Runs at lag 2 with slow rewards, stopped and killed replicas, each replayed and compared to the last bit.
+"""Runs at lag 2 with slow rewards and replicas that stop, are killed, join and leave: each is audited, replayed, and
+compared to the last bit.
 
-    .venv/bin/python -m benchmarks.replays [--seeds 0 1 2] [--local 3] [--steps 8] [--output-dir DIR]
+    .venv/bin/python -m benchmarks.replays [--seeds 0 1 2] [--local 3] [--steps 8] [--scale] [--output-dir DIR]
 
 Every run is a short one of the quickstart's model. What happens to it is drawn with the seed: the order of batches, how
 long a reward waits, which replicas stand still (SIGSTOP) or are killed (SIGKILL), and when. The first `--local` runs
-have one replica, which is not killed, and are replayed in one process; the rest have two. Prints a line per run; exit
-status 1 where a replay is not the run. Then the same config is run once more by itself and compared: a control, which
-is to differ.
+have one replica, which is not killed, and are replayed in one process; the rest have two, and with `--scale` also one
+to three in turn; 40 steps give replicas the time to join. Prints a line per run; exit status 1 where a replay is not
+the run, or an audit finds something. Then the same config is run once more by itself and compared: a control, which is
+to differ.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.dispatch.role_mesh import WorkerLost
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.tasks.letter_sort import partial_credit
+from torchtitan_rl.tools.audit import audit
 from torchtitan_rl.tools.replay_differences import first_difference
 from torchtitan_rl.train.controller import Controller
 from torchtitan_rl.types import Task
@@ -62,16 +65,33 @@ def config(path: Path, seed: int, *, replicas: int, steps: int, draw: random.Ran
     return config
 
 
-async def train(config: RunConfig, draw: random.Random, *, kill: bool) -> list[str]:
+async def train(config: RunConfig, draw: random.Random, *, kill: bool, scale: bool = False) -> list[str]:
     """Trains, and meanwhile disturbs the replicas. Returns what was done to them."""
     done: list[str] = []
     async with await Controller.launch(config) as controller:
-        disturbing = asyncio.ensure_future(disturb(controller, draw, done, kill=kill))
+        tasks = [asyncio.ensure_future(disturb(controller, draw, done, kill=kill))]
+        if scale:
+            tasks.append(asyncio.ensure_future(rescale(controller, random.Random(draw.random()), done)))
         await controller.train()
-        disturbing.cancel()
-        with suppress(asyncio.CancelledError):
-            await disturbing
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
     return done
+
+
+async def rescale(controller: Controller, draw: random.Random, done: list[str]) -> None:
+    """Asks for other numbers of replicas, one after the other."""
+    assert controller.replicas is not None
+    while controller.state.phase != "reinforcement":
+        await asyncio.sleep(0.05)
+    while True:
+        number = draw.choice([n for n in (1, 2, 3) if n != controller.replicas.number])
+        try:
+            await controller.replicas.scale(number)
+            done.append(f"{number} replicas at step {controller.state.step}")
+        except (RuntimeError, ValueError):  # one is lost, and not replaced yet
+            await asyncio.sleep(1.0)
+        await asyncio.sleep(draw.uniform(0.5, 4.0))
 
 
 async def disturb(controller: Controller, draw: random.Random, done: list[str], *, kill: bool) -> None:
@@ -123,6 +143,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(20)))
     parser.add_argument("--local", type=int, default=3, help="runs that are replayed in one process")
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--scale", action="store_true", help="replicas join and leave, too")
     parser.add_argument("--output-dir", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
@@ -130,15 +151,17 @@ def main() -> int:
         for number, seed in enumerate(args.seeds):
             local, draw, path, start = number < args.local, random.Random(seed), root / str(seed), time.monotonic()
             of_run = config(path, seed, replicas=1 if local else 2, steps=args.steps, draw=draw)
-            done = asyncio.run(train(of_run, draw, kill=not local))
+            done = asyncio.run(train(of_run, draw, kill=not local, scale=args.scale and not local))
+            _, problems = audit(RunDir(path))
             same, verdict = replay(path, backend="local" if local else "actors")
-            failed += not same
+            failed += not same or bool(problems)
             print(
                 f"seed {seed}, {of_run.algorithm.batch_order}, {'local' if local else 'actors'}: {verdict}; "
+                f"audit: {problems[0] if problems else 'clean'}; "
                 f"{', '.join(done)}; {time.monotonic() - start:.0f} s",
                 flush=True,
             )
-        print(f"{len(args.seeds) - failed} of {len(args.seeds)} replays are their run", flush=True)
+        print(f"{len(args.seeds) - failed} of {len(args.seeds)}: audit clean, and the replay is the run", flush=True)
         print(f"control, run again without its schedule: {once_more(path, of_run)}", flush=True)
     return int(failed > 0)
 

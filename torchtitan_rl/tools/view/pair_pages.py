@@ -118,11 +118,13 @@ def _paired(first: Sequence[dict[str, Any]], second: Sequence[dict[str, Any]]) -
 
 
 def _first_other_token(first: dict[str, Any], second: dict[str, Any]) -> int | None:
-    """The place of the first sampled token that differs, over all turns; None: all are equal, or none are recorded."""
+    """The place of the first sampled token that differs, over all turns; None: all are equal, -1: none are recorded."""
     tokens = [
         [token for turn in record.get("turns") or [] for token in turn.get("tokens") or []]
         for record in (first, second)
     ]
+    if not any(tokens):
+        return -1
     if tokens[0] == tokens[1]:
         return None
     return sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(*tokens)))
