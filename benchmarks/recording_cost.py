@@ -1,6 +1,7 @@
 """What recording everything costs: CPU seconds and wall time of the quickstart against a run that records nothing.
 
     .venv/bin/python -m benchmarks.recording_cost [--pairs 20] [--steps 20] [--supervised-steps 20] [--whole]
+                                                 [--only record.schedule]
 
 Runs in pairs, both at the same time, as benchmarks/cpu_pairs.py has them.
 """
@@ -15,13 +16,15 @@ Biases is a program of its own."""
 
 
 def main() -> None:
-    args, overrides = parser(__doc__).parse_known_args()
+    options = parser(__doc__)
+    options.add_argument("--only", nargs="+", default=SWITCHES, metavar="FIELD", help="what is on and off")
+    args, overrides = options.parse_known_args()
 
     def side(name: str, switch: str) -> Side:
-        switches = (word for field in SWITCHES for word in (f"--{field}", switch))
+        switches = (word for field in args.only for word in (f"--{field}", switch))
         return Side(name, ROOT, (*switches, *length(args), *overrides))
 
-    compare(side("everything", "True"), side("nothing", "False"), args.pairs)
+    compare(side("recorded", "True"), side("not recorded", "False"), args.pairs)
 
 
 if __name__ == "__main__":
