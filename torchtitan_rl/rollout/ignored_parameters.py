@@ -51,7 +51,10 @@ MESSAGES_NOT_OFFERED: dict[str, tuple[tuple, str]] = {
         ({"type": "disabled"}, {"type": "adaptive"}),
         "no budget of tokens is kept for thinking; the chat template decides whether the policy thinks",
     ),
-    "context_management": (({}, {"edits": []}), _UNTOUCHED),
+    "context_management": (
+        ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
+        _UNTOUCHED,
+    ),
     "container": ((), "no code is run here"),
     "mcp_servers": (([],), "no tools are run here"),
     "output_format": ((), "it was replaced; use output_config.format"),

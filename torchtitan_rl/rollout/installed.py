@@ -1,0 +1,33 @@
+"""Agents as their makers ship them, as workflows: `rollout.agents` says of each how it is started.
+
+workflow = installed("mini-swe-agent", "-c", "agent.step_limit=8", tool_parser="hermes", timeout_s=300)
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from typing import Any
+
+from torchtitan_rl.rollout.agents import aider, claude_code, codex, mini_swe_agent, opencode
+from torchtitan_rl.rollout.external import External, external
+
+__all__ = ["AGENTS", "installed"]
+
+AGENTS = {
+    module.AGENT.name: (module.AGENT, module.__name__)
+    for module in (aider, claude_code, codex, mini_swe_agent, opencode)
+}
+"""Name -> the agent, and the module that starts it."""
+
+
+def installed(name: str, *arguments: str, **settings: Any) -> External:
+    """The workflow of an agent, whose program must be on PATH. `arguments` are further words for its command line,
+    `settings` those of `external`; what an agent asks for and no policy here can do is ignored, unless `ignored` is
+    among them. Raises ValueError for a name that is not known, and for an agent that is not installed."""
+    if name not in AGENTS:
+        raise ValueError(f"agent={name!r}: is not known; use one of {', '.join(AGENTS)}, or external(COMMAND)")
+    agent, module = AGENTS[name]
+    if shutil.which(agent.program) is None:
+        raise ValueError(f"agent={name!r}: its program {agent.program!r} is not on PATH; {agent.install}")
+    return external([sys.executable, "-m", module, *arguments], **{"ignored": agent.ignored} | settings)
