@@ -68,8 +68,11 @@ def responses_request(
     chat = {name: content[name] for name in _SAME if name in content}
     chat |= _chat_fields(content)
     messages = _messages(content, stored)
-    # Items were read above, each by its own class: the union of all of them takes many times as long.
-    request = validated(ResponsesRequest, content | {"input": ""})
+    # Items were read above, each by its own class: the union of all of them takes many times as long. Fields of chat
+    # completions are read as those.
+    request = validated(
+        ResponsesRequest, {name: content[name] for name in content if name not in _SAME} | {"input": ""}
+    )
     system = [{"role": "system", "content": request.instructions}] if request.instructions else []
     chat["messages"] = system + messages
     if tools:

@@ -80,7 +80,7 @@ def response(answer: Answer, query: ResponsesQuery, session: Session, events: It
         metadata=request.metadata or {},
         tools=request.tools,
         tool_choice=request.tool_choice,
-        parallel_tool_calls=request.parallel_tool_calls is not False,
+        parallel_tool_calls=chat.parallel_tool_calls is not False,
         temperature=chat.temperature if free and chat.temperature is not None else policy.temperature,
         top_p=policy.altered.get("top_p", 1.0) if chat.top_p is None else chat.top_p,
         text=request.text,
