@@ -8,7 +8,7 @@ from typing import Any
 
 from torchtitan_rl.types import NEUTRAL
 
-__all__ = ["CONSTRAINTS", "IGNORABLE", "MESSAGES_NOT_OFFERED", "NOT_OFFERED", "check_ignored"]
+__all__ = ["CONSTRAINTS", "IGNORABLE", "MESSAGES_NOT_OFFERED", "NOT_OFFERED", "RESPONSES_NOT_OFFERED", "check_ignored"]
 
 _OTHER = "it would draw from another distribution than the policy's"
 _TOKENS = "ask for return_token_ids to see what was sampled"
@@ -62,6 +62,16 @@ MESSAGES_NOT_OFFERED: dict[str, tuple[tuple, str]] = {
 }
 """The same of Anthropic's Messages, besides what they share with chat completions."""
 
+RESPONSES_NOT_OFFERED: dict[str, tuple[tuple, str]] = {
+    "background": ((False,), "a response is sent to who waits for it"),
+    "context_management": (([],), _UNTOUCHED),
+    "conversation": ((), "no conversations are kept but by their responses; use previous_response_id"),
+    "moderation": ((), "nothing is judged but by the reward"),
+    "prompt": ((), "no prompts are kept; send instructions and input"),
+    "truncation": (("disabled",), _UNTOUCHED),
+}
+"""The same of OpenAI's Responses, besides what they share with chat completions."""
+
 CONSTRAINTS: dict[str, tuple] = {
     "response_format": ({"type": "text"},),
     "tool_choice": ("auto", "none"),
@@ -72,7 +82,7 @@ CONSTRAINTS: dict[str, tuple] = {
 IGNORABLE: dict[str, tuple] = (
     {"temperature": (), **NEUTRAL}
     | CONSTRAINTS
-    | {name: neutral for name, (neutral, _) in (MESSAGES_NOT_OFFERED | NOT_OFFERED).items()}
+    | {name: neutral for name, (neutral, _) in (RESPONSES_NOT_OFFERED | MESSAGES_NOT_OFFERED | NOT_OFFERED).items()}
 )
 """Parameter that a session may do without -> values that ask for nothing."""
 

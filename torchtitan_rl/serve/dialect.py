@@ -71,17 +71,19 @@ def body_of(body: bytes) -> dict[str, Any]:
     return content
 
 
-def validated(kind: type[BaseModel], content: dict[str, Any]) -> Any:
-    """A request of vLLM's class `kind`. Raises Refused (400) with the field's path: of several complaints, the one that
-    is deepest, because a union complains of every member, and first of those that do not fit at all."""
+def validated(kind: type[BaseModel], content: dict[str, Any], place: str = "") -> Any:
+    """A request, or at `place` a part of one, of the class `kind`. Raises Refused (400) with the field's path: of
+    several complaints, the one that is deepest, because a union complains of every member, and first of those that do
+    not fit at all."""
     try:
         return kind.model_validate(content)
     except ValidationError as error:
         complaint = max(error.errors(include_url=False, include_input=False), key=lambda each: len(each["loc"]))
-        path = ".".join(str(part) for part in complaint["loc"] if isinstance(part, int) or _is_field(part)) or "body"
+        parts = [str(part) for part in complaint["loc"] if isinstance(part, int) or _is_field(part)]
+        path = ".".join(filter(None, (place, *parts))) or "body"
         raise invalid(f"{path}: {complaint['msg'][:300]}; mend the field", path) from None
-    except (ValueError, TypeError, RecursionError) as error:  # vLLM's own checks, with the field as `parameter`
-        param = getattr(error, "parameter", None)
+    except Exception as error:  # vLLM's own checks raise errors of vLLM's, with the field as `parameter`
+        param = getattr(error, "parameter", None) or place or None
         raise invalid(f"{param or 'body'}: {' '.join(str(error).split())[:300]}; mend the field", param) from None
 
 

@@ -38,6 +38,8 @@ from torchtitan_rl.serve.openai.requests import ChatRequest, CompletionRequest, 
 from torchtitan_rl.serve.openai.served import Served, unknown_model
 from torchtitan_rl.serve.openai.sessions import Answer, Prompt, Session
 from torchtitan_rl.serve.openai.tool_calls import ToolReader
+from torchtitan_rl.serve.responses.response_errors import responses_answer
+from torchtitan_rl.serve.stored_responses import StoredResponse, StoredResponses
 
 __all__ = ["Gateway", "Served"]
 
@@ -76,6 +78,8 @@ class Gateway(AbstractAsyncContextManager):
         self.api_key, self.served, self.limits = api_key, served, limits or ServerLimits()
         self.spans, self.renderings, self.sessions = Spans(), Renderings(), dict[str, Session]()
         self._rate, self._places = Rate(self.limits.requests_per_s), self.limits.places()
+        self._stored = dict[str, StoredResponses]()
+        """By the session's identity; empty: of the clients without a session."""
         self._readers: dict[tuple[str, int], ToolReader] = {}
         needs_key = bool(api_key) or served is None  # without a served model each session has a key
         self.app = Guard(_application(self), hosts=allowed_hosts(host, needs_key, allow_hosts))
@@ -149,6 +153,14 @@ class Gateway(AbstractAsyncContextManager):
         """Nothing is captured, and no request answered, from now on."""
         session.closed = True
         self.sessions.pop(session.id, None)
+        self._stored.pop(session.id, None)
+
+    def stored(self, session: Session | None) -> StoredResponses:
+        """The responses that an open session, or clients without one, may go on from."""
+        owner = "" if session is None else session.id
+        if owner not in self._stored:
+            self._stored[owner] = self.limits.stored()
+        return self._stored[owner]
 
     def tool_reader(self, name: str, tokenizer: Any) -> ToolReader | None:
         if not name:
@@ -236,6 +248,8 @@ def _application(gateway: Gateway) -> FastAPI:
         ("/v1/completions", routes.completions, ["POST"], answer),
         ("/v1/messages", routes.messages, ["POST"], anthropic_answer),
         ("/v1/messages/count_tokens", routes.count_tokens, ["POST"], anthropic_answer),
+        ("/v1/responses", routes.responses, ["POST"], responses_answer),
+        ("/v1/responses/{response_id}", routes.stored_response, ["GET", "DELETE"], responses_answer),
         ("/reward", routes.reward, ["POST"], answer),
     ):
         app.add_route("/sessions/{session_id}" + path, routes.guarded(handler, refuse), methods)
@@ -310,6 +324,41 @@ class _Routes:
         session, query = await self._parsed(request, anthropic.count_request)
         return _sent({"input_tokens": session.count_tokens(query.chat)})
 
+    async def responses(self, request: Request) -> Response:
+        await self._load_dialects()
+        from torchtitan_rl.serve.responses import response_events
+        from torchtitan_rl.serve.responses.requests import responses_request
+
+        stored = self._stored(request)
+        session, query = await self._parsed(request, partial(responses_request, stored))
+        chat = query.chat
+        (reply,) = await self._completed(request, session, chat, lambda: [session.chat_prompt(chat)])
+        events = response_events.item_events(reply, query, session.policy.tokenizer)
+        made = response_events.response(reply, query, session, events)
+        whole = response_events.whole_response(made)
+        if query.request.store is not False:
+            stored.keep(StoredResponse(whole, [*query.messages, responses.answer_message(reply)]))
+        if chat.stream:
+            return _events(response_events.event_bytes(response_events.response_events(made, events)))
+        return _sent(whole)
+
+    async def stored_response(self, request: Request) -> Response:
+        """A stored response as it was sent, or with DELETE no longer."""
+        response_id, stored = request.path_params["response_id"], self._stored(request)
+        if name := next(iter(request.query_params), None):
+            raise invalid(f"{name[:80]}: is not offered: a response comes whole; leave it out", name[:80])
+        if (kept := stored.get(response_id)) is None:
+            raise Refused(
+                404,
+                f"response {response_id[:80]!r}: is not stored; the last {stored.max_responses} are, unless store was "
+                "false",
+                code="response_not_found",
+            )
+        if request.method == "GET":
+            return _sent(kept.whole)
+        stored.forget(response_id)
+        return _sent({"id": response_id, "object": "response", "deleted": True})
+
     async def models(self, request: Request) -> Response:
         """The models, or the one that the path names."""
         key, session = _key(request), self._session(request)
@@ -342,6 +391,13 @@ class _Routes:
         """The session that the path or a header names; None: neither does."""
         session_id = request.path_params.get("session_id") or request.headers.get("x-session-id")
         return None if session_id is None else self.gateway.session(session_id, _key(request))
+
+    def _stored(self, request: Request) -> StoredResponses:
+        """The stored responses that the client may see. Raises Refused for a wrong key."""
+        session = self._session(request)
+        if session is None:
+            self.gateway.models(_key(request))
+        return self.gateway.stored(session)
 
     async def _load_dialects(self) -> None:
         """vLLM's protocol classes: importing vLLM takes seconds, in which other requests are answered."""
@@ -426,7 +482,9 @@ def _key(request: Request) -> str:
 def _import_dialects() -> None:
     adapters.prepare_vllm(eager=True)
     import torchtitan_rl.serve.anthropic.message_events
-    import torchtitan_rl.serve.anthropic.requests  # noqa: F401  they are imported for those who come next
+    import torchtitan_rl.serve.anthropic.requests
+    import torchtitan_rl.serve.responses.requests
+    import torchtitan_rl.serve.responses.response_events  # noqa: F401  they are imported for those who come next
 
 
 def _sent(content: dict[str, Any], chunks=None) -> Response:

@@ -10,6 +10,7 @@ from typing import NoReturn
 from starlette.requests import ClientDisconnect, Request
 
 from torchtitan_rl.serve.errors import Refused
+from torchtitan_rl.serve.stored_responses import StoredResponses
 
 __all__ = ["ServerLimits", "Places", "Rate", "read_body"]
 
@@ -44,9 +45,18 @@ class ServerLimits:
     """Messages of a conversation."""
     max_tools: int = 128
     """Tools of a request, as many as OpenAI takes."""
+    max_stored_responses: int = 1024
+    """Responses of one session that can be gone on from by `previous_response_id`, and of all clients without a session
+    together. The least recently used make way."""
+    max_stored_bytes: int = 2**26
+    """Bytes of those responses and of their conversations, as JSON."""
 
     def body_bytes(self, context_tokens: int) -> int:
         return self.max_body_bytes or 65536 + 16 * context_tokens
+
+    def stored(self) -> StoredResponses:
+        """Of one session, or of the clients without one."""
+        return StoredResponses(self.max_stored_responses, self.max_stored_bytes)
 
     def places(self) -> Places:
         """Of the clients without a session."""

@@ -66,7 +66,7 @@ def _request(kind: type, fields: Fields, body: bytes, ignored: Collection[str]) 
     request = validated(kind, content)
     _check_messages(request)
     chat = AnthropicServingMessages.to_chat_completion_request(request)
-    made = chat.model_dump(exclude_unset=True, exclude_none=True)
+    made = chat.model_dump(exclude_unset=True, exclude_none=True, by_alias=True)
     made.pop("stream_options", None)
     if kind is AnthropicCountTokensRequest:
         made = {name: made[name] for name in _COUNTED if name in made}

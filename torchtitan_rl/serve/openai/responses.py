@@ -11,7 +11,16 @@ from typing import Any
 from torchtitan_rl.serve.openai.requests import ChatRequest, CompletionRequest, Sampled
 from torchtitan_rl.serve.openai.sessions import Answer
 
-__all__ = ["chat_answer", "completion_answer", "event_stream", "chat_chunks", "completion_chunks", "model_list"]
+__all__ = [
+    "answer_message",
+    "chat_answer",
+    "completion_answer",
+    "event_stream",
+    "chat_chunks",
+    "completion_chunks",
+    "model_list",
+    "token_logprobs",
+]
 
 _NEVER = -9999.0
 """JSON has no infinity; vLLM writes the same."""
@@ -22,8 +31,8 @@ def chat_answer(answers: list[Answer], request: ChatRequest, model: str, name: s
     choices = [
         {
             "index": i,
-            "message": _message(answer),
-            "logprobs": _chat_logprobs(answer, tokenizer) if request.logprobs else None,
+            "message": answer_message(answer),
+            "logprobs": {"content": token_logprobs(answer, tokenizer), "refusal": None} if request.logprobs else None,
             "finish_reason": answer.finish_reason,
             **_tokens(answer, request),
         }
@@ -99,7 +108,8 @@ def model_list(models: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {"object": "list", "data": made}
 
 
-def _message(answer: Answer) -> dict[str, Any]:
+def answer_message(answer: Answer) -> dict[str, Any]:
+    """The assistant's message that an answer is, as a client sends it back."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": None}
     if answer.calls:
         message["tool_calls"] = [
@@ -119,13 +129,13 @@ def _tokens(answer: Answer, request: Sampled) -> dict[str, Any]:
     return more
 
 
-def _chat_logprobs(answer: Answer, tokenizer) -> dict[str, Any]:
+def token_logprobs(answer: Answer, tokenizer) -> list[dict[str, Any]]:
+    """Each sampled token with its log-probability."""
     texts = [tokenizer.decode([token]) for token in answer.completion.tokens]
-    content = [
+    return [
         {"token": text, "logprob": _finite(value), "bytes": list(text.encode("utf-8", "replace")), "top_logprobs": []}
         for text, value in zip(texts, answer.completion.logprobs)
     ]
-    return {"content": content, "refusal": None}
 
 
 def _completion_logprobs(answer: Answer, tokenizer) -> dict[str, Any]:
