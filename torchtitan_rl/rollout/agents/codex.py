@@ -16,7 +16,10 @@ def _files(attempt: Attempt) -> dict[str, str]:
     lines = [
         f"model = {json.dumps(attempt.model)}",
         'model_provider = "policy"',
+        'web_search = "disabled"',  # its maker's servers would search
         "check_for_update_on_startup = false",
+        "[features]",
+        "multi_agent = false",  # a tool of a type that no chat template knows
         "[analytics]",
         "enabled = false",
         "[model_providers.policy]",

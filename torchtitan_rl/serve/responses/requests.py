@@ -36,6 +36,7 @@ _FIELDS = Fields(
     meaningless=frozenset(
         ("user", "service_tier", "safety_identifier", "stream_options", "max_tool_calls")
         + ("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options")
+        + ("client_metadata",)  # Codex's own: what it counts its requests by
     ),
     refused=RESPONSES_NOT_OFFERED,
 )
@@ -43,7 +44,7 @@ _INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
 """Reasoning is never written, so there is none to encrypt; agents that keep no state ask for it always."""
 _TOOL_FIELDS = ("type", "name", "description", "parameters", "strict")
 _NEUTRAL_OF_TOOL = {"defer_loading": False, "allowed_callers": ["direct"]}
-_NEUTRAL_OF_REASONING = {"context": "auto", "mode": "standard"}
+_NEUTRAL_OF_REASONING = {"context": "auto", "mode": "standard", "summary": "auto"}
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXT_PARTS = ("input_text", "output_text")
 _UNFINISHED = ("in_progress", "incomplete")
