@@ -40,7 +40,7 @@ copy = Path(shutil.copytree(hf_weights(Path(sys.argv[1])), sys.argv[2]))
 config = json.loads((copy / "config.json").read_text())
 (copy / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 16384}))
 PYTHON
-  .venv/bin/torchtitan-rl serve "$work/model" --port 0 --tool-parser pythonic --dtype float32 --max-model-len 16384 \
+  .venv/bin/torchtitan-rl serve "$work/model" --port 0 --tool-parser pythonic --dtype float32 --max-model-len 16384 --ignore reasoning_effort \
     --output-dir "$work/run" >"$work/log" 2>&1 &
   server=$!
   until address=$(grep -oE 'http://127\.0\.0\.1:[0-9]+/v1' "$work/log" 2>/dev/null); do

@@ -12,6 +12,8 @@ os.environ |= {
     "LANGCHAIN_TRACING_V2": "false",
     "LANGSMITH_TRACING": "false",
     "OPENAI_API_KEY": "none",
+    "ANTHROPIC_API_KEY": "none",
+    "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
 }
 
 
@@ -22,6 +24,12 @@ def pytest_addoption(parser):
 @pytest.fixture(scope="session")
 def url(request):
     return request.config.getoption("--base-url")
+
+
+@pytest.fixture(scope="session")
+def root(url):
+    """What Anthropic's clients take: they add /v1 themselves."""
+    return url.removesuffix("/v1")
 
 
 _outcomes = defaultdict(dict)

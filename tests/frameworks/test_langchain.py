@@ -1,18 +1,22 @@
-"""LangChain, and its agent on LangGraph."""
+"""LangChain, and its agent on LangGraph, on each of the three dialects."""
 
 import asyncio
 
 import pytest
 from langchain.agents import create_agent
+from langchain_anthropic import ChatAnthropic
 from langchain_core.messages import HumanMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from problems import ENOUGH, PROBLEMS, Verdict, calculate, is_right
 
 
-@pytest.fixture
-def model(url):
-    return ChatOpenAI(model="policy", base_url=url, api_key="none", max_retries=0, temperature=0, max_tokens=64)
+@pytest.fixture(params=["chat", "responses", "messages"])
+def model(request, url, root):
+    asked = {"model": "policy", "api_key": "none", "max_retries": 0, "temperature": 0, "max_tokens": 64}
+    if request.param == "messages":
+        return ChatAnthropic(base_url=root, **asked)
+    return ChatOpenAI(base_url=url, use_responses_api=request.param == "responses", **asked)
 
 
 @tool

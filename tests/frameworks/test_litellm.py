@@ -1,4 +1,4 @@
-"""LiteLLM, by its OpenAI-compatible provider."""
+"""LiteLLM, by its OpenAI-compatible provider, by Anthropic's, and by Responses."""
 
 import asyncio
 import json
@@ -53,3 +53,26 @@ def test_an_answer_of_a_schema_and_a_prompt_that_is_too_long(asked):
     Verdict.model_validate_json(answer.choices[0].message.content)
     with pytest.raises(litellm.ContextWindowExceededError):
         litellm.completion(**asked, messages=[{"role": "user", "content": "1" * 40_000}])
+
+
+def test_messages_by_anthropics_provider(root):
+    asked = {"model": "anthropic/policy", "api_base": root, "api_key": "none", "num_retries": 0, "max_tokens": 64}
+    right = 0
+    for problem in PROBLEMS:
+        messages = [{"role": "user", "content": problem}]
+        called = litellm.completion(**asked, messages=messages, tools=[TOOL], temperature=0).choices[0].message
+        messages.append(called.model_dump())
+        for call in called.tool_calls or ():
+            value = calculate(json.loads(call.function.arguments)["e"])
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": value})
+        answer = litellm.completion(**asked, messages=messages, tools=[TOOL], temperature=0).choices[0].message
+        right += bool(called.tool_calls) and is_right(problem, answer.content)
+    assert right >= ENOUGH
+
+
+def test_a_response_and_one_that_goes_on_from_it(asked):
+    first = litellm.responses(**asked, input="12+7", temperature=0, max_output_tokens=16)
+    events = litellm.responses(
+        **asked, input="6*8", previous_response_id=first.id, temperature=0, max_output_tokens=16, stream=True
+    )
+    assert first.usage.output_tokens > 0 and list(events)[-1].type == "response.completed"

@@ -1,11 +1,19 @@
-"""OpenAI's Agents SDK, on chat completions."""
+"""OpenAI's Agents SDK, on chat completions and on Responses, its default."""
 
 import asyncio
 from typing import Literal
 
 import openai
 import pytest
-from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, SQLiteSession, function_tool
+from agents import (
+    Agent,
+    ModelSettings,
+    OpenAIChatCompletionsModel,
+    OpenAIResponsesModel,
+    Runner,
+    SQLiteSession,
+    function_tool,
+)
 from problems import ENOUGH, PROBLEMS, Verdict, calculate, is_right
 
 
@@ -15,10 +23,10 @@ def calc(e: str) -> str:
     return calculate(e)
 
 
-@pytest.fixture
-def model(url):
+@pytest.fixture(params=[OpenAIChatCompletionsModel, OpenAIResponsesModel], ids=["chat", "responses"])
+def model(request, url):
     sdk = openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0)
-    return OpenAIChatCompletionsModel(model="policy", openai_client=sdk)
+    return request.param(model="policy", openai_client=sdk)
 
 
 def settings(**more):
