@@ -1,4 +1,4 @@
-"""Claude's Agent SDK, with the program that it brings. Its own words and tools are left out: no tiny policy reads them."""
+"""Claude's Agent SDK, with the program that it brings. Its own words and tools are left out, for a tiny policy."""
 
 import asyncio
 
