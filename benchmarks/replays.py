@@ -151,6 +151,8 @@ def main() -> int:
         for number, seed in enumerate(args.seeds):
             local, draw, path, start = number < args.local, random.Random(seed), root / str(seed), time.monotonic()
             of_run = config(path, seed, replicas=1 if local else 2, steps=args.steps, draw=draw)
+            if args.scale and not local:
+                of_run.generator.max_replica_restarts = 3  # the only replica may be the one that is killed
             done = asyncio.run(train(of_run, draw, kill=not local, scale=args.scale and not local))
             _, problems = audit(RunDir(path))
             same, verdict = replay(path, backend="local" if local else "actors")
