@@ -11,7 +11,7 @@ FUNCTION = {
     "description": TOOL["function"]["description"],
     "input_schema": TOOL["function"]["parameters"],
 }
-ASKED = {"model": "policy", "max_tokens": 64, "temperature": 0}
+ASKED = {"model": "policy", "max_tokens": 64, "extra_body": {"temperature": 0}}  # the SDK has no such parameter now
 ONE = [{"role": "user", "content": "12+7"}]
 
 

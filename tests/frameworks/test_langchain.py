@@ -2,6 +2,7 @@
 
 import asyncio
 
+import httpx
 import pytest
 from langchain.agents import create_agent
 from langchain_anthropic import ChatAnthropic
@@ -16,7 +17,9 @@ def model(request, url, root):
     asked = {"model": "policy", "api_key": "none", "max_retries": 0, "temperature": 0, "max_tokens": 64}
     if request.param == "messages":
         return ChatAnthropic(base_url=root, **asked)
-    return ChatOpenAI(base_url=url, use_responses_api=request.param == "responses", **asked)
+    # Without a client of its own it would use the one of the test before, whose event loop is closed.
+    own = httpx.AsyncClient()
+    return ChatOpenAI(base_url=url, use_responses_api=request.param == "responses", http_async_client=own, **asked)
 
 
 @tool

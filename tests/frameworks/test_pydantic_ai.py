@@ -53,6 +53,8 @@ def test_an_output_by_a_tool_that_is_required(model):
 
 
 def test_an_output_by_a_schema(model):
+    if isinstance(model, AnthropicModel):
+        pytest.skip("Pydantic AI asks for a schema in Messages only of models that it knows")
     result = Agent(model, output_type=NativeOutput(Verdict), model_settings=SETTINGS).run_sync("12+7")
     assert isinstance(result.output, Verdict)
 
