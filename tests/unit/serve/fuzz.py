@@ -145,12 +145,25 @@ SOUND = st.fixed_dictionaries({"messages": st.lists(MESSAGE, min_size=1, max_siz
 BODY = st.one_of(CHAT, TEXT, SOUND, SOUND, ANYTHING).map(lambda body: json.dumps(body).encode()) | st.binary(
     max_size=40
 )
+SOUND_RESPONSES = st.fixed_dictionaries(
+    {
+        "input": TEXTS
+        | st.lists(st.fixed_dictionaries({"role": st.just("user"), "content": TEXTS}), min_size=1, max_size=3)
+    },
+    optional={"model": st.just("policy"), "instructions": TEXTS, "stream": st.booleans(), "store": st.booleans()}
+    | {"max_output_tokens": st.integers(1, 60), "tools": st.just([ADD_FLAT]), "metadata": st.just({"a": "b"})}
+    | {"include": st.just(["message.output_text.logprobs"]), "reasoning": st.just({"effort": "none"})},
+)
+SOUND_MESSAGES = st.fixed_dictionaries(
+    {"messages": st.just([{"role": "user", "content": "a"}]), "max_tokens": st.integers(1, 60)},
+    optional={"model": st.just("policy"), "system": TEXTS, "stream": st.booleans(), "tools": st.just([ADD_ANTHROPIC])},
+)
 NOWHERE = st.sampled_from(["/models", "/models/policy", "/responses/resp_x", "/nowhere", "/chat//completions"])
 OF_MESSAGES = st.sampled_from(["/messages", "/messages/count_tokens"])
 ASKED = st.one_of(
     st.tuples(BODY, st.sampled_from(["/chat/completions", "/completions"]) | NOWHERE),
-    st.tuples(RESPONSES.map(lambda body: json.dumps(body).encode()) | BODY, st.just("/responses")),
-    st.tuples(MESSAGES.map(lambda body: json.dumps(body).encode()) | BODY, OF_MESSAGES),
+    st.tuples((SOUND_RESPONSES | RESPONSES).map(lambda body: json.dumps(body).encode()) | BODY, st.just("/responses")),
+    st.tuples((SOUND_MESSAGES | MESSAGES).map(lambda body: json.dumps(body).encode()) | BODY, OF_MESSAGES),
 )
 """A body and where it goes."""
 METHODS = st.sampled_from(["POST", "POST", "POST", "POST", "GET", "PUT", "DELETE", "OPTIONS"])
