@@ -3,12 +3,12 @@ of that one is named as the client wrote it."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
 
 from torchtitan_rl.serve.errors import Refused, invalid
 from torchtitan_rl.serve.openai.requests import ChatRequest, chat_request
@@ -61,9 +61,10 @@ class Translated:
 
 
 def body_of(body: bytes) -> dict[str, Any]:
-    """The JSON object of a body. Raises Refused (400)."""
+    """The JSON object of a body. Raises Refused (400), also for half of a surrogate pair and for NaN, which no answer
+    could repeat."""
     try:
-        content = json.loads(body)
+        content = from_json(body, allow_inf_nan=False)
     except (ValueError, RecursionError) as error:
         raise invalid(f"body: is not JSON ({error}); send one JSON object", code="invalid_json") from error
     if not isinstance(content, dict):

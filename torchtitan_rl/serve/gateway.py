@@ -45,6 +45,9 @@ __all__ = ["Gateway", "Served"]
 
 logger = logging.getLogger(__name__)
 
+_MESSAGES = "/v1/messages/"
+"""In the paths of Anthropic's dialect, with a session before it or without."""
+
 Handler = Callable[[Request], Awaitable[Response]]
 Reader = Callable[[bytes, Collection[str]], tuple[Any, list[str]]]
 """From a body and the ignored parameters to a request, and the parameters that were left out."""
@@ -82,7 +85,9 @@ class Gateway(AbstractAsyncContextManager):
         """By the session's identity; empty: of the clients without a session."""
         self._readers: dict[tuple[str, int], ToolReader] = {}
         needs_key = bool(api_key) or served is None  # without a served model each session has a key
-        self.app = Guard(_application(self), hosts=allowed_hosts(host, needs_key, allow_hosts))
+        self.app = Guard(
+            _application(self), hosts=allowed_hosts(host, needs_key, allow_hosts), answer=_answer_of_dialect
+        )
         self._listening = Listening(self.app, host, port)
         self.url = ""
         """Where the gateway listens, such as `http://127.0.0.1:8000`; empty until it does."""
@@ -504,4 +509,10 @@ async def _no_route(request: Request, error: Exception) -> Response:
         "is no path of this gateway" if error.status_code == 404 else f"{error.detail}, for method {request.method}"
     )
     path = request.url.path[:120]
-    return answer(Refused(error.status_code, f"{path}: {problem}; see docs/gateway.md", code="not_found"))
+    refused = Refused(error.status_code, f"{path}: {problem}; see docs/gateway.md", code="not_found")
+    return _answer_of_dialect(refused, request.url.path)
+
+
+def _answer_of_dialect(refused: Refused, path: str) -> Response:
+    """A refusal that no route has made, in the form of the path's dialect."""
+    return anthropic_answer(refused) if _MESSAGES in f"{path}/" else answer(refused)

@@ -8,8 +8,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from torchtitan_rl.serve.errors import Refused
-from torchtitan_rl.serve.errors import answer as openai_answer
+from torchtitan_rl.serve.errors import Refused, answer
 from torchtitan_rl.serve.keys import is_loopback
 
 __all__ = ["Guard", "allowed_hosts", "host_names"]
@@ -39,8 +38,12 @@ def host_names(names: Collection[str]) -> frozenset[str]:
     return frozenset(name.lower() for name in names)
 
 
+def _openai_answer(refused: Refused, path: str) -> Response:
+    return answer(refused)
+
+
 class Guard:
-    """An ASGI application around another one. Refuses, in the form that `answer` makes of a `Refused`:
+    """An ASGI application around another one. Refuses, in the form that `answer` makes of a `Refused` and the path:
 
     - a `Host` that is none of `hosts` (421); None: any, because every request needs a key;
     - a page of another site, by its `Origin` or `Sec-Fetch-Site` (403);
@@ -59,7 +62,7 @@ class Guard:
         hosts: Collection[str] | None,
         types: Collection[str] = ("application/json",),
         max_waiting_bytes: int = 2**28,
-        answer: Callable[[Refused], Response] = openai_answer,
+        answer: Callable[[Refused, str], Response] = _openai_answer,
     ) -> None:
         self.app, self.hosts, self.types, self.max_waiting_bytes = app, hosts, types, max_waiting_bytes
         self._answer = answer
@@ -70,7 +73,7 @@ class Guard:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         if (refused := self._refusal(scope)) is not None:
-            return await self._answer(refused)(scope, receive, send)
+            return await self._answer(refused, scope["path"])(scope, receive, send)
         size = 0
 
         async def counted() -> Message:

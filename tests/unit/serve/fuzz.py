@@ -1,22 +1,26 @@
-"""Throws requests at a gateway that hypothesis makes up: no answer is a 500, and every refusal has OpenAI's form.
+"""Throws requests at a gateway that hypothesis makes up: no answer is a 500, and every refusal has its dialect's form.
 
 python -m tests.unit.serve.fuzz --seconds 300
 """
 
 import argparse
 import asyncio
+import importlib
 import json
 import socket
 import threading
 import time
 
 import httpx
+from anthropic.types import Message
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from openai.types import Completion as TextCompletion
 from openai.types.chat import ChatCompletion
+from openai.types.responses import Response
 
 from tests.unit.serve.opened import ADD, BYTES
+from torchtitan_rl import adapters
 from torchtitan_rl.rollout.agent import SessionLimits
 from torchtitan_rl.rollout.policy import Policy
 from torchtitan_rl.serve.gateway import Gateway, Served
@@ -76,14 +80,92 @@ IDS = st.lists(st.integers(-2, 300) | st.integers(), max_size=5)
 TEXT = st.fixed_dictionaries(
     {}, optional={"prompt": TEXTS | IDS | st.lists(IDS | TEXTS, max_size=3) | ANYTHING} | OPTIONS
 )
+PART = st.fixed_dictionaries(
+    {
+        "type": st.sampled_from(
+            ["input_text", "output_text", "text", "input_image", "thinking", "tool_use", "tool_result"]
+        )
+    },
+    optional={"text": TEXTS, "id": TEXTS, "name": TEXTS, "input": ANYTHING, "tool_use_id": TEXTS, "content": ANYTHING}
+    | {"thinking": TEXTS, "signature": TEXTS},
+)
+CONTENT = TEXTS | st.lists(PART | ANYTHING, max_size=3) | ANYTHING
+ITEM = st.fixed_dictionaries(
+    {},
+    optional={
+        "type": st.sampled_from(["message", "function_call", "function_call_output", "reasoning", "item_reference"]),
+        "role": st.sampled_from(["user", "assistant", "system", "king"]),
+        "status": st.sampled_from(["completed", "incomplete"]),
+        "content": CONTENT,
+        "output": CONTENT,
+        "call_id": TEXTS,
+        "name": TEXTS,
+        "arguments": TEXTS,
+        "summary": st.just([]) | ANYTHING,
+        "encrypted_content": TEXTS,
+    },
+)
+SAID = st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant"]), "content": CONTENT})
+SHARED = {
+    name: OPTIONS[name] for name in ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "anything")
+}
+ADD_FLAT = {"type": "function", **ADD["function"]}
+ADD_ANTHROPIC = {"name": "add", "input_schema": ADD["function"]["parameters"]}
+RESPONSES = st.fixed_dictionaries(
+    {"input": TEXTS | st.lists(ITEM, max_size=4) | ANYTHING},
+    optional=SHARED
+    | {
+        "instructions": TEXTS | ANYTHING,
+        "previous_response_id": TEXTS | ANYTHING,
+        "max_output_tokens": st.integers(-1, 600),
+        "tools": st.lists(st.just(ADD_FLAT) | st.just({"type": "web_search"}) | ANYTHING, max_size=2) | ANYTHING,
+        "tool_choice": st.sampled_from(["auto", "required", {"type": "function", "name": "add"}]) | ANYTHING,
+        "text": st.just({"format": {"type": "json_object"}}) | ANYTHING,
+        "reasoning": st.just({"effort": "none"}) | ANYTHING,
+        "include": st.just(["message.output_text.logprobs"]) | ANYTHING,
+        "metadata": st.dictionaries(TEXTS, TEXTS, max_size=2) | ANYTHING,
+        "store": st.booleans() | ANYTHING,
+        "background": st.booleans(),
+    },
+)
+MESSAGES = st.fixed_dictionaries(
+    {"messages": st.lists(SAID, min_size=1, max_size=4) | ANYTHING, "max_tokens": st.integers(0, 60)},
+    optional=SHARED
+    | {
+        "system": CONTENT,
+        "tools": st.lists(st.just(ADD_ANTHROPIC) | ANYTHING, max_size=2),
+        "tool_choice": st.sampled_from([{"type": "auto"}, {"type": "any"}, {"type": "tool", "name": "add"}]) | ANYTHING,
+        "thinking": st.just({"type": "adaptive"}) | ANYTHING,
+        "stop_sequences": st.lists(TEXTS, max_size=3),
+        "output_config": ANYTHING,
+    },
+)
 # Most bodies should get past the first check: a good half has what is required.
 SOUND = st.fixed_dictionaries({"messages": st.lists(MESSAGE, min_size=1, max_size=4)}, optional=GOOD)
 BODY = st.one_of(CHAT, TEXT, SOUND, SOUND, ANYTHING).map(lambda body: json.dumps(body).encode()) | st.binary(
     max_size=40
 )
-PATHS = st.sampled_from(
-    ["/chat/completions", "/completions", "/models", "/models/policy", "/nowhere", "/chat//completions"]
+SOUND_RESPONSES = st.fixed_dictionaries(
+    {
+        "input": TEXTS
+        | st.lists(st.fixed_dictionaries({"role": st.just("user"), "content": TEXTS}), min_size=1, max_size=3)
+    },
+    optional={"model": st.just("policy"), "instructions": TEXTS, "stream": st.booleans(), "store": st.booleans()}
+    | {"max_output_tokens": st.integers(1, 60), "tools": st.just([ADD_FLAT]), "metadata": st.just({"a": "b"})}
+    | {"include": st.just(["message.output_text.logprobs"]), "reasoning": st.just({"effort": "none"})},
 )
+SOUND_MESSAGES = st.fixed_dictionaries(
+    {"messages": st.just([{"role": "user", "content": "a"}]), "max_tokens": st.integers(1, 60)},
+    optional={"model": st.just("policy"), "system": TEXTS, "stream": st.booleans(), "tools": st.just([ADD_ANTHROPIC])},
+)
+NOWHERE = st.sampled_from(["/models", "/models/policy", "/responses/resp_x", "/nowhere", "/chat//completions"])
+OF_MESSAGES = st.sampled_from(["/messages", "/messages/count_tokens"])
+ASKED = st.one_of(
+    st.tuples(BODY, st.sampled_from(["/chat/completions", "/completions"]) | NOWHERE),
+    st.tuples((SOUND_RESPONSES | RESPONSES).map(lambda body: json.dumps(body).encode()) | BODY, st.just("/responses")),
+    st.tuples((SOUND_MESSAGES | MESSAGES).map(lambda body: json.dumps(body).encode()) | BODY, OF_MESSAGES),
+)
+"""A body and where it goes."""
 METHODS = st.sampled_from(["POST", "POST", "POST", "POST", "GET", "PUT", "DELETE", "OPTIONS"])
 
 
@@ -115,6 +197,9 @@ class Target:
             await self.done.wait()
 
     def __enter__(self):
+        adapters.prepare_vllm(eager=True)  # takes longer than a client waits
+        importlib.import_module("torchtitan_rl.serve.anthropic.message_events")
+        importlib.import_module("torchtitan_rl.serve.responses.response_events")
         self.thread.start()
         assert self.ready.wait(30)
         return self
@@ -127,15 +212,27 @@ class Target:
 
 def check(answer, path):
     assert answer.status_code < 500, (answer.status_code, answer.text)
-    if answer.status_code >= 400:
+    posted = answer.request.method == "POST"
+    if answer.status_code >= 400 and "/v1/messages" in path:
+        assert answer.json().keys() == {"type", "error"} and answer.json()["error"].keys() == {"type", "message"}
+        assert answer.json()["error"]["message"]
+    elif answer.status_code >= 400:
         assert answer.json()["error"].keys() == {"message", "type", "param", "code"}
         assert answer.json()["error"]["message"]
     elif answer.headers["content-type"].startswith("text/event-stream"):  # Starlette adds the charset
-        assert answer.text.endswith("data: [DONE]\n\n")
-    elif path.endswith("/chat/completions") and answer.request.method == "POST":
-        ChatCompletion.model_validate(answer.json())
-    elif path.endswith("/completions") and answer.request.method == "POST":
-        TextCompletion.model_validate(answer.json())
+        ends = {"/v1/responses": '"response.', "/v1/messages": 'data: {"type": "message_stop"}\n\n'}
+        assert ends.get(path, "data: [DONE]\n\n") in answer.text[-60000:]
+    elif posted and path in CLASSES:
+        CLASSES[path].model_validate(answer.json())
+
+
+CLASSES = {
+    "/v1/chat/completions": ChatCompletion,
+    "/v1/completions": TextCompletion,
+    "/v1/responses": Response,
+    "/v1/messages": Message,
+}
+"""What a whole answer at a path is."""
 
 
 def fuzz(seconds, max_examples=10**9, same=False):
@@ -148,8 +245,9 @@ def fuzz(seconds, max_examples=10**9, same=False):
             max_examples=min(max_examples, 500), derandomize=same, deadline=None, database=None,
             phases=[Phase.generate], suppress_health_check=list(HealthCheck),
         )  # fmt: skip
-        @given(BODY, PATHS, METHODS, st.sampled_from(["", "session", "header", "wrong", "reward"]))
-        def one(body, path, method, who):
+        @given(ASKED, METHODS, st.sampled_from(["", "session", "header", "wrong", "reward"]))
+        def one(asked, method, who):
+            body, path = asked
             if time.monotonic() > end:
                 return
             headers = {"Content-Type": "application/json"}

@@ -48,6 +48,26 @@ async def test_another_name_is_refused_where_no_key_is_asked_for(host):
     assert (await asked(KEYED, headers=JSON | {"Host": host})).status_code == 200
 
 
+async def test_a_refusal_has_the_form_of_the_dialect_that_was_asked_for():
+    async with served() as (gateway, _, _):
+        async with httpx.AsyncClient(base_url=gateway.url) as http:
+            for prefix in ("", "/sessions/x"):
+                for path in ("/v1/messages", "/v1/messages/count_tokens"):
+                    for answer in (
+                        await http.post(prefix + path, content=b"{}", headers=JSON | {"Host": "evil.example"}),
+                        await http.post(
+                            prefix + path, content=b"{}", headers=JSON | {"Origin": "https://evil.example"}
+                        ),
+                        await http.post(prefix + path, content=b"{}", headers={"Content-Type": "text/plain"}),
+                        await http.put(prefix + path),
+                    ):
+                        assert answer.status_code in (403, 405, 415, 421)
+                        assert answer.json().keys() == {"type", "error"}
+                for path in ("/v1/responses", "/v1/chat/completions", "/v1/messagesx"):
+                    answer = await http.put(prefix + path)
+                    assert answer.json()["error"].keys() == {"message", "type", "param", "code"}
+
+
 async def test_names_are_allowed_by_the_option():
     app = Guard(echo, hosts=allowed_hosts("127.0.0.1", False, ["Proxy.example"]))
     assert (await asked(app, headers=JSON | {"Host": "proxy.example:9"})).status_code == 200

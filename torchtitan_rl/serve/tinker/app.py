@@ -84,7 +84,7 @@ def guarded(app: FastAPI, hosts: Collection[str] | None) -> Guard:
         hosts=hosts,
         types=("application/json", "application/x-protobuf"),
         max_waiting_bytes=_MAX_WAITING_BYTES,
-        answer=lambda refused: answer(Fault(refused.message, "user", status=refused.status)),
+        answer=lambda refused, _: answer(Fault(refused.message, "user", status=refused.status)),
     )
 
 

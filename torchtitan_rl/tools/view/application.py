@@ -101,7 +101,7 @@ def application(runs: Sequence[ShownRun], allow_hosts: Collection[str] = ()) -> 
     return ReadOnly(Guard(app, hosts=allowed_hosts("127.0.0.1", False, allow_hosts), answer=_refusal))
 
 
-def _refusal(refused: Refused) -> Response:
+def _refusal(refused: Refused, path: str) -> Response:
     return PlainTextResponse(f"{refused.message}\n", refused.status)
 
 

@@ -1,6 +1,7 @@
 """Anthropic's Messages at the gateway, asked by Anthropic's SDK: the same rollout as by chat completions."""
 
 import importlib
+import json
 from contextlib import asynccontextmanager
 
 import anthropic
@@ -126,6 +127,13 @@ async def test_a_stop_text_and_a_limit_are_reasons():
         assert (stopped.content[0].text, stopped.stop_reason, stopped.stop_sequence) == ("ab", "stop_sequence", "c")
         limited = await sdk.messages.create(**ask("a", max_tokens=3))
         assert (limited.content[0].text, limited.stop_reason, limited.stop_sequence) == ("xxx", "max_tokens", None)
+
+
+async def test_a_schema_is_kept_to_where_nothing_trains():
+    async with messages('{"a": 1}' + END, for_training=False) as (_, sdk, sampler):
+        schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+        await sdk.messages.create(**ask("a", output_config={"format": {"type": "json_schema", "schema": schema}}))
+        assert json.loads(sampler.asked[0][1].structure)["format"]["json_schema"] == schema
 
 
 async def test_tokens_are_counted_as_they_are_given_and_nothing_is_sampled():

@@ -382,6 +382,16 @@ async def test_a_form_is_kept_to_where_nothing_trains():
         assert made.text.format.schema_ == schema
 
 
+@pytest.mark.parametrize("value", [b"NaN", rb'"\ud800"'])
+async def test_what_no_answer_could_repeat_is_no_json(value):
+    async with served() as (gateway, _, _):
+        tool = b'{"type": "function", "name": "a", "parameters": {"x": %b}}' % value
+        content = b'{"model": "policy", "input": "a", "tools": [%b]}' % tool
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as http:
+            answer = await http.post("/v1/responses", content=content, headers={"Content-Type": "application/json"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
+
+
 async def test_keys_and_names_are_checked():
     async with served("hi" + END, api_key="secret") as (gateway, sdk, _):
         async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as http:
