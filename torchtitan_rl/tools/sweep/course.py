@@ -35,16 +35,22 @@ def carry_out(plan: Plan, train_parent: TrainParent, train_fork: TrainFork) -> l
     results: dict[Arm, dict[int, Result]] = {arm: {} for arm in plan.arms}
     ends: dict[Arm, str] = {}
     """Arms that are not continued -> why."""
+    orphans: dict[int, str] = {}
+    """Seeds whose parent has no checkpoint to fork -> why."""
 
     def table() -> list[Row]:
+        lost = "".join(f"; no parent for seed {seed}: {problem}" for seed, problem in orphans.items())
         states = {}
         for arm in plan.arms:
             num_done = len(results[arm])
-            states[arm] = ends.get(arm) or ("done" if num_done == len(plan.seeds) else f"{num_done} seeds done")
+            going_on = f"{num_done} seeds done{lost}"
+            states[arm] = ends.get(arm) or ("done" if num_done == len(plan.seeds) else going_on)
         return rows(plan.arms, plan.base, results, states)
 
     for seed in plan.seeds:
         active = [arm for arm in plan.arms if arm not in ends]
+        if not active:
+            break
         parent_problem = _train_parent(plan, seed, any(arm.is_base for arm in active), train_parent)
         for arm in active:
             result = result_of(plan.run(arm, seed), plan.config)
@@ -52,7 +58,8 @@ def carry_out(plan: Plan, train_parent: TrainParent, train_fork: TrainFork) -> l
             if result is None and arm.is_base:
                 problem = parent_problem
             elif result is None and not _fork_point_is_there(plan, seed):
-                problem = f"its parent has no checkpoint to fork: {parent_problem}"
+                orphans[seed] = parent_problem
+                continue
             elif result is None:
                 say(f"seed {seed}: {arm.name}", event="sweep")
                 status = train_fork(arm, seed)
