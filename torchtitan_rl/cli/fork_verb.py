@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     if args.resume or args.outcome is not None:
         made = existing_fork(Path(args.output_dir), Path(args.run), args.at, args.set)
         if made is not None:
-            args.resume = "auto"
+            args.resume, made.output_dir = "auto", args.output_dir
             return train(args, made)
     args.resume = "latest"  # of a fork that has just been made: its only checkpoint
     config, point = plan_fork(
