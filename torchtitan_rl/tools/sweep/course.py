@@ -42,9 +42,7 @@ def carry_out(plan: Plan, train_parent: TrainParent, train_fork: TrainFork) -> l
         lost = "".join(f"; no parent for seed {seed}: {problem}" for seed, problem in orphans.items())
         states = {}
         for arm in plan.arms:
-            num_done = len(results[arm])
-            going_on = f"{num_done} seeds done{lost}"
-            states[arm] = ends.get(arm) or ("done" if num_done == len(plan.seeds) else going_on)
+            states[arm] = ends.get(arm) or ("done" if len(results[arm]) == len(plan.seeds) else f"seeds missing{lost}")
         return rows(plan.arms, plan.base, results, states)
 
     for seed in plan.seeds:

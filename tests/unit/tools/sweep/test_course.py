@@ -139,7 +139,7 @@ def test_a_parent_that_fails_before_the_fork_point_costs_its_seed(plan):
     table, names = carried_out(plan(arms=(GOOD, BAD), seeds=[0, 1]), parent_0_short=1)
     assert names == ["parent_0_short", "parent_1_short", "lr=2_1", "lr=1_1"]
     log = log_file(plan().parent(0))
-    assert table[0].state == f"1 seeds done; no parent for seed 0: a loss is not finite ({log})"
+    assert table[0].state == f"seeds missing; no parent for seed 0: a loss is not finite ({log})"
 
 
 def test_nothing_more_is_trained_once_every_arm_has_failed(plan):
