@@ -1,12 +1,18 @@
 """Forks: a run goes on from another run's checkpoint, and differs from it by what was changed and by nothing else."""
 
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
+from tests.integration.leftovers import nothing_left
 from tests.integration.test_resume import audited, config, counted, rollouts, run
 from torchtitan_rl.health.run_reader import Run
+from torchtitan_rl.record import attempts
 from torchtitan_rl.record.attempts import read_rollouts
 from torchtitan_rl.record.fork_point import fork_point
 from torchtitan_rl.record.run_dir import RunDir
@@ -81,3 +87,26 @@ def test_new_draws_begin_where_the_parent_stood(parent, loop, tmp_path):
     tasks = [{r["task_id"] for r in read_rollouts(RunDir(run)) if r["step"] == 3} for run in (path, parent)]
     assert tasks[0] and not tasks[0] & tasks[1]
     assert [r for r in rollouts(path) if r[0] <= 2] == [r for r in rollouts(parent) if r[0] <= 2]
+
+
+@pytest.mark.whole
+def test_a_fork_under_a_supervisor_begins_again_after_a_kill(parent, tmp_path):
+    path = tmp_path / "run"
+    words = ["fork", str(parent), "--at", "2", "--set", "trainer.optimizer.lr=0.1", "--backend", "local"]
+    words += ["--output-dir", str(path), "--max-restarts", "1"]
+    with nothing_left():
+        supervisor = psutil.Popen(
+            [sys.executable, "-m", "torchtitan_rl.cli", *words], stderr=subprocess.PIPE, text=True
+        )
+        deadline = time.monotonic() + 250
+        while not (path / "checkpoints" / "step-3" / "COMPLETE").exists():
+            assert supervisor.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        (attempt,) = supervisor.children()
+        attempt.kill()
+        _, stderr = supervisor.communicate(timeout=250)
+    assert supervisor.returncode == 0, stderr
+    assert "warning: an attempt was ended by signal 9; restart 1 of 1 begins" in stderr
+    assert [a["step"] for a in attempts.attempts(RunDir(path))][1:] == [2, 3]
+    audited(path)
+    assert fork_point(path).changes["trainer.optimizer.lr"][1] == 0.1

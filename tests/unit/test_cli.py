@@ -37,6 +37,27 @@ def test_a_name_that_is_nearly_right_is_told_the_right_one(words, said, capsys):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--until", "160"], "--until=160: must be from 0 to below controller.num_steps=160; use such a step"),
+        (["--until", "-1"], "--until=-1: must be from 0"),
+        (
+            ["--until", "3", "--algorithm.num-epochs", "2"],
+            "=160, a multiple of the 2 steps of a batch; use such a step",
+        ),
+    ],
+)
+def test_a_step_until_which_no_run_goes_is_refused(words, said, capsys):
+    assert main.main(["train", QUICKSTART, "--dry-run", *words]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_a_fork_is_resumed_in_a_directory(capsys):
+    assert main.main(["fork", "runs/first", "--at", "2", "--resume", "auto"]) == 1
+    assert "--resume=auto: needs the fork's directory; give it as --output-dir" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("verb", EVERY)
 def test_each_verbs_help_has_an_example_that_the_verb_takes(verb, capsys):
     parser = main._parser(verb)

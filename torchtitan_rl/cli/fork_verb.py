@@ -22,17 +22,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output-dir", default="", metavar="DIR", help="default: runs/NAME-DATE-TIME")
     parser.add_argument("--new-draws", action="store_true", help="draw other tasks from there on: --set seed=N")
     parser.add_argument("--config", default="", metavar="FILE", help="the run's file, where its functions are in one")
+    parser.add_argument(
+        "--resume",
+        choices=["auto"],
+        default="",
+        help="go on with this fork where --output-dir holds it already, else begin",
+    )
     add_run_arguments(parser)
-    parser.set_defaults(resume="latest", max_restarts=0, outcome=None)
+    parser.set_defaults(until=None)
 
 
 def run(args: argparse.Namespace) -> int:
     from torchtitan_rl.config.load import load_config
-    from torchtitan_rl.train.fork import make_fork, plan_fork
+    from torchtitan_rl.launch.liveness.restarts import attempt
+    from torchtitan_rl.train.fork import existing_fork, make_fork, plan_fork
     from torchtitan_rl.train.start import output_path
 
     if args.config:
         load_config(args.config)  # imports the functions that the run's config names
+    if args.resume and not args.output_dir:
+        raise ValueError(f"--resume={args.resume}: needs the fork's directory; give it as --output-dir")
+    if args.outcome is not None:
+        attempt(args.outcome)
+    if args.resume or args.outcome is not None:
+        made = existing_fork(Path(args.output_dir), Path(args.run), args.at, args.set)
+        if made is not None:
+            args.resume, made.output_dir = "auto", args.output_dir
+            return train(args, made)
+    args.resume = "latest"  # of a fork that has just been made: its only checkpoint
     config, point = plan_fork(
         Path(args.run), args.at, args.set, name=args.name, output_dir=args.output_dir, new_draws=args.new_draws
     )

@@ -38,12 +38,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="latest|auto|DIR",
         help="go on from the newest checkpoint in --output-dir (auto: or begin), or from a run or checkpoint",
     )
-    add_restarts(parser, 0, "begin again from the newest checkpoint, at most N times, when the run is killed or fails")
+    parser.add_argument(
+        "--until",
+        type=int,
+        metavar="STEP",
+        help="write a checkpoint after this step of reinforcement and end with status 75, to be forked or resumed",
+    )
     add_run_arguments(parser)
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """What every verb takes that trains: how its run is started and looked at."""
+    add_restarts(parser, 0, "begin again from the newest checkpoint, at most N times, when the run is killed or fails")
     parser.add_argument("--dry-run", action="store_true", help="validate everything, start nothing")
     parser.add_argument(
         "--no-reward-check",
@@ -80,6 +86,7 @@ def train(args: argparse.Namespace, config: RunConfig, prepare: Callable[[], obj
         say(f"warning: {line}", event="advice", level="warning")
     for line in _uncertified(config):
         say(f"info: {line}", event="certificate")
+    _check_until(args.until, config)
     config = settled(config)
     backend = checked_backend(args, config, generators_only=False)
     if args.dry_run:
@@ -91,6 +98,19 @@ def train(args: argparse.Namespace, config: RunConfig, prepare: Callable[[], obj
     if args.outcome is None:
         return exit_status.end_with(_train(args, config))
     return exit_status.end_with(_train(args, config), lambda code: leave_outcome(args.outcome, code, final=args.final))
+
+
+def _check_until(until: int | None, config: RunConfig) -> None:
+    """Raises ValueError for a step of `--until` after which the run makes no checkpoint before its end."""
+    if until is None:
+        return
+    num_steps, per_batch = config.controller.num_steps, config.algorithm.steps_per_batch
+    if not 0 <= until < num_steps or until % per_batch:
+        multiples = "" if per_batch == 1 else f", a multiple of the {per_batch} steps of a batch"
+        raise ValueError(
+            f"--until={until}: must be from 0 to below controller.num_steps={num_steps}{multiples}; use such a step, "
+            "or leave it out"
+        )
 
 
 def _uncertified(config: RunConfig) -> list[str]:
@@ -129,18 +149,18 @@ def _dry_run(args: argparse.Namespace, config: RunConfig, backend: Backend) -> i
 
 
 def _train_with_restarts(args: argparse.Namespace, config: RunConfig) -> int:
-    """`train` under `launch.liveness.restarts`."""
+    """The verb under `launch.liveness.restarts`."""
     from torchtitan_rl.launch.liveness.restarts import run_with_restarts
     from torchtitan_rl.train.resume import place
     from torchtitan_rl.train.start import output_path
 
     if args.max_restarts < 0:
         raise ValueError(f"--max-restarts={args.max_restarts}: must not be negative; use 0 for none")
-    arguments, directory = without_restarts(args.argv[args.argv.index("train") + 1 :]), config.output_dir
-    if not directory:  # the same one for every attempt
+    arguments, directory = without_restarts(args.argv[args.argv.index(args.verb) + 1 :]), config.output_dir
+    if not directory:
         directory = str(place(config, args.resume)[0] if args.resume else output_path(config, absolute=False))
-        arguments += ["--output-dir", directory]
-    return run_with_restarts("train", arguments, args.max_restarts, directory)
+    arguments += ["--output-dir", directory]  # the same one for every attempt
+    return run_with_restarts(args.verb, arguments, args.max_restarts, directory)
 
 
 async def _train(args: argparse.Namespace, config: RunConfig) -> int:
@@ -161,7 +181,7 @@ async def _train(args: argparse.Namespace, config: RunConfig) -> int:
         scaled = scaled_on_request(controller.replicas, controller.run_dir.path)
         followed = scaled_by_demand(controller.replicas, controller.generator, config.generator)
         async with scaled, followed, serving(controller, served_at, quiet=args.quiet):
-            report = await controller.train()
+            report = await controller.train(until=args.until)
         curve = controller.run_dir.path / "curve.png"
         plot_curve(controller.run_dir.read_metrics(), curve)
         progress.final_table(summary_rows(controller, report, curve))

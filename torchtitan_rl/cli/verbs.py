@@ -40,6 +40,12 @@ def _fork() -> ModuleType:
     return fork_verb
 
 
+def _sweep() -> ModuleType:
+    from torchtitan_rl.cli import sweep_verb
+
+    return sweep_verb
+
+
 def _eval() -> ModuleType:
     from torchtitan_rl.cli import evaluate
 
@@ -186,6 +192,12 @@ VERBS = {
         _fork,
         "torchtitan-rl fork runs/first --at 80 --set algorithm.loss_config.clip_high=0.3 --name wider-clip",
         quiet=True,
+    ),
+    "sweep": Verb(
+        "compare values of fields over seeds, as forks that share warm start, draws and noise",
+        _sweep,
+        "torchtitan-rl sweep configs/quickstart.py --set trainer.optimizer.lr=1e-3,5e-4 --seeds 0..4",
+        overrides=True,
     ),
     "eval": Verb(
         "accuracy of a checkpoint on a split",

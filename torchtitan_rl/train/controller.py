@@ -109,6 +109,8 @@ class Controller(AbstractAsyncContextManager):
         self.versions, self.placement, self.replicas = stack.versions, stack.placement, stack.replicas
         self.state = state or RunState(seed=config.seed)
         self.stop, self.ended_early = StopRequest(config.controller.max_hours), ""
+        self._until: int | None = None
+        """The step of reinforcement after which the run stops with a checkpoint; None: it goes on to its last."""
         self.gateway: Gateway | None = None
         """Where agents meet the policy; None: the workflow asks for none."""
         self.weights = PolicyWeights(self.roles, self.generator, self.versions)
@@ -284,9 +286,10 @@ class Controller(AbstractAsyncContextManager):
 
     # The run.
 
-    async def train(self) -> dict[str, Evaluation]:
+    async def train(self, *, until: int | None = None) -> dict[str, Evaluation]:
         """Warm start, preference phase, reinforcement, and one evaluation on the test split. Returns the evaluations by
-        name."""
+        name. With `until` it raises Preempted, after a checkpoint, where so many steps of reinforcement are made."""
+        self._until = until
         try:
             return await self._train()
         except Ended as end:
@@ -301,8 +304,11 @@ class Controller(AbstractAsyncContextManager):
             if self.config.preference is not None:
                 await self.prefer()
             state.phase, state.phase_step = "reinforcement", 0
-            if config.checkpoint_every:
+            if config.checkpoint_every or self._until == 0:
                 await self.checkpoints.save()
+        if reason := self._reason_of_until():
+            await self.checkpoints.require_written()
+            raise Preempted(reason)
         if state.warm_start is None:
             first = await self.evaluate("validation", pass_at_k=config.pass_at_k if warm else 0)
             await self.evaluate_sets()
@@ -505,12 +511,17 @@ class Controller(AbstractAsyncContextManager):
     async def _between_steps(self, since: int) -> None:
         """Writes a checkpoint where one fell due after step `since` of the phase. Raises Preempted or the run's
         failure, after a checkpoint, where the run is to stop."""
-        reason = self.stop.reason()
+        reason = self.stop.reason() or self._reason_of_until()
         if reason or _passed(self.config.controller.checkpoint_every, since, self.state.phase_step):
             await self.checkpoints.save()
         if reason:
             await self.checkpoints.require_written()
             raise self.stop.failure or Preempted(reason)
+
+    def _reason_of_until(self) -> str:
+        """Why the run stops at the step that `train` was asked for; empty before it."""
+        reached = self.state.phase == "reinforcement" and self._until is not None and self.state.step >= self._until
+        return f"it was to go on until step {self._until}" if reached else ""
 
     def _record_admitted(self, draws: list[Draw], step: int) -> None:
         self.recorder.record(DrawEvents(step=step, records=admissions(draws)))

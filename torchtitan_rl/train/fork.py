@@ -24,12 +24,12 @@ from torchtitan_rl.config.overrides import apply_overrides
 from torchtitan_rl.config.recorded import recorded_config
 from torchtitan_rl.config.resolve import resolved
 from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.record.fork_point import ForkPoint
+from torchtitan_rl.record.fork_point import ForkPoint, fork_point
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.train.retention import complete, position
 from torchtitan_rl.weights import checkpoint
 
-__all__ = ["make_fork", "plan_fork"]
+__all__ = ["apply_settings", "existing_fork", "make_fork", "plan_fork"]
 
 _TABLES = ("attempts", "rollouts", "evaluations", "ledger", "versions")
 """The tables whose records count in the fork too. Events and samples are about the other run's processes."""
@@ -47,11 +47,7 @@ def plan_fork(
     saved = _checkpoint_at(parent, step)
     plain = json.loads((saved / checkpoint.RUN_CONFIG).read_text(encoding="utf-8"))
     config, changed_sources = recorded_config(plain, f"run={str(parent)!r}: its config")
-    for setting in settings:
-        path, equals, _ = setting.partition("=")
-        if not equals or not path or path.startswith("-"):
-            raise ValueError(f"--set={setting!r}: is no setting; write PATH=VALUE, as in algorithm.group_size=16")
-        apply_overrides(config, [f"--{setting}"])
+    apply_settings(config, settings)
     config.name, config.output_dir = name or f"{config.name}-at-{step}", output_dir
     now = json.loads(json.dumps(resolved(settled(config))))
     changes = {path: pair for path, pair in differences(plain, now).items() if path not in _LABELS}
@@ -70,6 +66,36 @@ def plan_fork(
         changes=changes,
         new_draws=new_draws,
     )
+
+
+def apply_settings(config: RunConfig, settings: list[str]) -> None:
+    """Sets fields of a config, each by `PATH=VALUE`. Raises ValueError as `plan_fork` does."""
+    for setting in settings:
+        path, equals, _ = setting.partition("=")
+        if not equals or not path or path.startswith("-"):
+            raise ValueError(f"--set={setting!r}: is no setting; write PATH=VALUE, as in algorithm.group_size=16")
+        apply_overrides(config, [f"--{setting}"])
+
+
+def existing_fork(directory: Path, parent: Path, step: int, settings: list[str]) -> RunConfig | None:
+    """The config of the fork in a directory, to go on with it; None where there is no fork yet. The parent is not read:
+    it may have deleted the checkpoint since. Raises ValueError for another fork than `plan_fork` would plan."""
+    point = fork_point(directory)
+    if point is None:
+        return None
+    where = f"output_dir={str(directory)!r}:"
+    if (point.parent, point.step) != (str(parent.resolve()), step):
+        raise ValueError(f"{where} holds a {point.summary()}; give another directory, or that parent and step")
+    plain = json.loads(RunDir(directory).config_file.read_text(encoding="utf-8"))
+    config, changed_sources = recorded_config(plain, f"{where} its config")
+    apply_settings(config, settings)
+    changes = differences(plain, resolved(settled(config))).keys() - changed_sources.keys()
+    if changes:
+        raise ValueError(
+            f"{where} holds a {point.summary()}, and {sorted(changes)[0]} is set otherwise now; give another "
+            "directory, or the settings that it was made with"
+        )
+    return config
 
 
 def _require_changeable(paths: set[str], step: int, new_draws: bool) -> None:

@@ -1,6 +1,7 @@
 """What a fork refuses, and what it copies, without a run."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from torchtitan_rl.config.resolve import resolved
 from torchtitan_rl.record import attempts
 from torchtitan_rl.record.fork_point import ForkPoint, fork_point
 from torchtitan_rl.record.run_dir import RunDir
-from torchtitan_rl.train.fork import make_fork, plan_fork
+from torchtitan_rl.train.fork import existing_fork, make_fork, plan_fork
 from torchtitan_rl.weights import checkpoint
 
 
@@ -60,6 +61,21 @@ def test_a_fork_has_what_its_parent_had_at_the_checkpoint(parent, tmp_path):
     assert point.summary() == f"fork of {point.parent} at step 2: algorithm.group_size 8 -> 16"
     with pytest.raises(ValueError, match="holds files already"):
         make_fork(config, point)
+
+
+def test_a_fork_that_is_there_already_is_gone_on_with_and_another_one_is_refused(parent, tmp_path):
+    path, settings = tmp_path / "fork", ["algorithm.group_size=16"]
+    assert existing_fork(path, parent.path, 2, settings) is None
+    config, point = plan_fork(parent.path, 2, settings, output_dir=str(path))
+    make_fork(config, point)
+    shutil.rmtree(parent.checkpoint_path(2))  # as a parent does that goes on
+    assert resolved(settled(existing_fork(path, parent.path, 2, settings))) == resolved(settled(config))
+    with pytest.raises(ValueError, match="algorithm.group_size is set otherwise now; give another directory"):
+        existing_fork(path, parent.path, 2, ["algorithm.group_size=4"])
+    with pytest.raises(ValueError, match="holds a fork of .* at step 2: .*; give another directory, or that parent"):
+        existing_fork(path, parent.path, 4, settings)
+    with pytest.raises(ValueError, match="give another directory, or that parent and step"):
+        existing_fork(path, tmp_path / "other", 2, settings)
 
 
 @pytest.mark.parametrize(

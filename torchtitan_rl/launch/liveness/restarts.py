@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from torchtitan_rl.environment import end_with_parent
 from torchtitan_rl.launch.liveness import watchdog
@@ -32,15 +33,24 @@ _PIPE_BYTES = 65536
 class _Supervisor:
     """The process that runs now, and the signal that asked the supervisor to end."""
 
-    def __init__(self) -> None:
+    def __init__(self, output: IO[str] | None = None) -> None:
         self.process: subprocess.Popen | None = None
+        self.output = output
+        """The file that has what the process prints; None: this process's own."""
         self.asked_by = 0
         """Number of the first signal; 0: none has come."""
 
     def start(self, command: list[str], restarts: int, outcome: int) -> None:
         """Starts the command in a session of its own, which a terminal's Ctrl-C reaches through `pass_on` alone."""
         environment = os.environ | {_RESTARTS: f"{restarts} {os.getpid()}"}
-        self.process = subprocess.Popen(command, env=environment, pass_fds=[outcome], start_new_session=True)
+        self.process = subprocess.Popen(
+            command,
+            env=environment,
+            pass_fds=[outcome],
+            start_new_session=True,
+            stdout=self.output,
+            stderr=None if self.output is None else subprocess.STDOUT,
+        )
         if self.asked_by:  # the signal came while there was no process
             self.process.send_signal(self.asked_by)
 
@@ -61,11 +71,14 @@ class _Supervisor:
                 signal.signal(number, handler)
 
 
-def run_with_restarts(verb: str, arguments: list[str], max_restarts: int, directory: str | Path) -> int:
+def run_with_restarts(
+    verb: str, arguments: list[str], max_restarts: int, directory: str | Path, output: IO[str] | None = None
+) -> int:
     """Runs `torchtitan-rl VERB ARGUMENTS`, again (`train` with `--resume auto`) when it was killed or failed, at most
     `max_restarts` times. Returns the exit status of the last attempt. `directory` is the run's: while the file system
-    of the run, of shared memory or of temporary files is full, nothing is started again."""
-    supervisor = _Supervisor()
+    of the run, of shared memory or of temporary files is full, nothing is started again. `output` gets what the command
+    prints; None: it prints where this process does."""
+    supervisor = _Supervisor(output)
     with tempfile.TemporaryDirectory(prefix="torchtitan-rl-") as signs, supervisor.signals():
         for restarts in range(max_restarts + 1):
             signs_of_life = Path(signs) / f"signs_of_life-{restarts}.json"
@@ -80,7 +93,8 @@ def run_with_restarts(verb: str, arguments: list[str], max_restarts: int, direct
             if restarts < max_restarts:
                 line = f"warning: an attempt {ended}; restart {restarts + 1} of {max_restarts} begins"
                 say(line, event="restart", level="warning")
-    say(f"error: the last attempt {ended}; {max_restarts} restarts are used up", event="error", level="error")
+    if max_restarts:
+        say(f"error: the last attempt {ended}; {max_restarts} restarts are used up", event="error", level="error")
     return status
 
 

@@ -1,0 +1,155 @@
+"""The course of a sweep, with runs that nobody trained: what is trained once, what is stopped, what is gone on with."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.kit.run_config import run_config
+from torchtitan_rl.record import attempts
+from torchtitan_rl.record.run_dir import RunDir
+from torchtitan_rl.tools.sweep.arm_table import table_text
+from torchtitan_rl.tools.sweep.arms import Arm
+from torchtitan_rl.tools.sweep.course import Interrupted, carry_out, log_file
+from torchtitan_rl.tools.sweep.sweep_plan import Plan
+from torchtitan_rl.train.run_record import begin_record, finish_record
+from torchtitan_rl.weights import checkpoint
+
+BASE, GOOD, BAD = (Arm(settings=(f"lr={value}",), is_base=value == "3") for value in ("3", "2", "1"))
+ACCURACIES = {BASE: 0.5, GOOD: 0.6, BAD: 0.1}
+NOISE = [0.0, 0.02, -0.01, 0.03, 0.01]
+"""By seed, shared by all arms."""
+BASE_NOISE = [0.1, -0.1, 0.05, 0.0, -0.05]
+
+
+class Trainings:
+    """Writes the directories of runs in place of training, and counts them."""
+
+    def __init__(self, plan: Plan, **statuses: int) -> None:
+        """`statuses`: name of a training -> the status with which it fails."""
+        self.plan, self.names, self.statuses = plan, [], statuses
+
+    def parent(self, seed: int, whole: bool) -> int:
+        if not (self.plan.parent(seed) / "config.json").exists():
+            self.begin(self.plan.parent(seed))
+        return self.end(BASE, seed, f"parent_{seed}" + ("" if whole else "_short"), whole)
+
+    def fork(self, arm: Arm, seed: int) -> int:
+        assert checkpoint.is_complete(self.plan.parent(seed) / "checkpoints" / "step-0")
+        if not (self.plan.run(arm, seed) / "config.json").exists():
+            self.begin(self.plan.run(arm, seed))
+        return self.end(arm, seed, f"{arm.name}_{seed}", True)
+
+    def begin(self, path: Path) -> None:
+        run_dir = RunDir.create(path)
+        run_dir.write_config({"name": "made"})
+        attempts.begin(run_dir, None)
+        begin_record(run_dir)
+
+    def end(self, arm: Arm, seed: int, name: str, whole: bool) -> int:
+        self.names.append(name)
+        if status := self.statuses.get(name, 0):
+            log_file(self.plan.run(arm, seed)).write_text("warning: hot\nerror: a loss is not finite\n")
+            return status
+        run_dir = RunDir(self.plan.run(arm, seed))
+        if arm.is_base:
+            saved = run_dir.checkpoint_path(0)
+            if not saved.exists():
+                checkpoint.begin(checkpoint.beside(saved))
+                checkpoint.commit(checkpoint.beside(saved), saved, {"step": 0}, {})
+        if not whole:
+            return 75
+        noise = NOISE[seed] + (BASE_NOISE[seed] if arm == BASE else 0.0)
+        for kind, split, accuracy in (
+            ("sort", "validation", ACCURACIES[arm] + noise),
+            ("harder", "validation", 0.0),  # one of `controller.eval_sets`, which does not count
+            ("sort", "test", ACCURACIES[arm]),
+        ):
+            line = {"eval/name": kind, "eval/split": split, "eval/accuracy": accuracy, "eval/num_tasks": 100}
+            run_dir.log_metrics({"step": 4, "phase": "evaluation", **line})
+        finish_record(run_dir)
+        return 0
+
+
+@pytest.fixture
+def plan(tmp_path):
+    config = run_config()
+    config.controller.eval_sets = {"harder": None}
+
+    def make(arms=(BASE, GOOD, BAD), seeds=range(5), **arguments) -> Plan:
+        (tmp_path / "sweep").mkdir(exist_ok=True)
+        return Plan(directory=tmp_path / "sweep", config=config, arms=list(arms), seeds=list(seeds), at=0, **arguments)
+
+    return make
+
+
+def carried_out(plan: Plan, **statuses: int) -> tuple[list, list[str]]:
+    trainings = Trainings(plan, **statuses)
+    return carry_out(plan, trainings.parent, trainings.fork), trainings.names
+
+
+def test_a_parent_is_the_base_arms_run_and_a_bad_arm_is_stopped_after_three_seeds(plan):
+    table, names = carried_out(plan())
+    assert [name for name in names if name.startswith("parent")] == [f"parent_{seed}" for seed in range(5)]
+    assert names[:3] == ["parent_0", "lr=2_0", "lr=1_0"] and "lr=1_2" in names and len(names) == 13
+    base, good, bad = table
+    assert (base.seeds, good.seeds, bad.seeds) == ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [0, 1, 2])
+    assert base.difference is None and base.is_base and (base.state, good.state) == ("done", "done")
+    assert bad.state.startswith("stopped after seed 2: worse than lr=2 by 0.500, at least 0.4")
+    assert base.validation.mean == pytest.approx(0.51) and base.test.mean == 0.5
+    assert good.difference.mean == pytest.approx(0.1) and -0.1 < good.difference.low < 0.1  # by chance, perhaps
+    text = table_text(table, 5)
+    assert text.splitlines()[2].startswith("| lr=3 (base) | 5 of 5 | 0.510      | 0.422 to 0.598 | 0.500 |")
+    written = json.loads((plan().directory / "table.json").read_text())
+    assert [row["arm"] for row in written["arms"]] == ["lr=3", "lr=2", "lr=1"] and written["seeds"] == 5
+    assert (plan().directory / "table.md").read_text() == text + "\n"
+    again, names = carried_out(plan())
+    assert again == table and names == []
+
+
+def test_all_arms_are_kept_where_that_is_asked_for(plan):
+    table, names = carried_out(plan(keep_all=True))
+    assert len(names) == 15 and {row.state for row in table} == {"done"}
+
+
+def test_a_base_arm_that_is_stopped_still_has_parents_up_to_the_fork_point(plan, monkeypatch):
+    monkeypatch.setitem(ACCURACIES, BASE, -1.0)
+    table, names = carried_out(plan())
+    assert "parent_2" in names and [name for name in names if "short" in name] == ["parent_3_short", "parent_4_short"]
+    assert table[0].state.startswith("stopped after seed 2") and table[1].seeds == [0, 1, 2, 3, 4]
+
+
+def test_without_the_configs_own_value_parents_are_short_and_the_first_arm_is_the_base(plan):
+    table, names = carried_out(plan(arms=(GOOD, BAD), seeds=[0, 1]))
+    assert names == ["parent_0_short", "lr=2_0", "lr=1_0", "parent_1_short", "lr=2_1", "lr=1_1"]
+    assert [row.is_base for row in table] == [True, False] and table[1].difference.mean == pytest.approx(-0.5)
+
+
+def test_an_arm_that_fails_is_reported_and_the_others_go_on(plan):
+    table, names = carried_out(plan(seeds=[0, 1]), **{"lr=2_0": 1})
+    assert names == ["parent_0", "lr=2_0", "lr=1_0", "parent_1", "lr=1_1"]
+    log = log_file(plan().run(GOOD, 0))
+    assert table[1].state == f"failed at seed 0: a loss is not finite ({log})" and table[1].validation is None
+    assert (table[0].state, table[2].state) == ("done", "done")
+    table, names = carried_out(plan(seeds=[0, 1]))  # started again, it is tried again
+    assert names == ["lr=2_0", "lr=2_1"] and [row.state for row in table] == ["done"] * 3
+
+
+def test_a_parent_that_fails_before_the_fork_point_costs_its_seed(plan):
+    table, names = carried_out(plan(arms=(GOOD, BAD), seeds=[0, 1]), parent_0_short=1)
+    assert names == ["parent_0_short", "parent_1_short", "lr=2_1", "lr=1_1"]
+    log = log_file(plan().parent(0))
+    assert table[0].state == f"seeds missing; no parent for seed 0: a loss is not finite ({log})"
+
+
+def test_nothing_more_is_trained_once_every_arm_has_failed(plan):
+    table, names = carried_out(plan(arms=(GOOD, BAD), seeds=[0, 1]), **{"lr=2_0": 1, "lr=1_0": 1})
+    assert names == ["parent_0_short", "lr=2_0", "lr=1_0"] and all(row.state.startswith("failed") for row in table)
+
+
+def test_a_sweep_ends_with_the_run_that_was_asked_to_end_and_goes_on_from_there(plan):
+    with pytest.raises(Interrupted) as end:
+        carried_out(plan(seeds=[0, 1]), **{"lr=1_0": 130})
+    assert end.value.args == (130,)
+    table, names = carried_out(plan(seeds=[0, 1]))
+    assert names == ["lr=1_0", "parent_1", "lr=2_1", "lr=1_1"] and {row.state for row in table} == {"done"}

@@ -1,0 +1,50 @@
+"""What came of the runs of a sweep, read from their directories."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.record.curves import final_evaluations
+from torchtitan_rl.record.run_dir import RunDir
+from torchtitan_rl.tools.sweep.arms import Arm
+from torchtitan_rl.train.run_record import read_record
+
+__all__ = ["Result", "result_of", "smallest_evaluations"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """The last evaluations of a run that has come to its end, on its own tasks."""
+
+    validation: float
+    """Greedy accuracy."""
+    test: float
+    num_tasks: int
+    """Validation tasks."""
+    num_test_tasks: int
+
+
+def result_of(directory: Path, config: RunConfig) -> Result | None:
+    """None for a run that has not come to its end. `config` says which evaluations are on other tasks."""
+    record = read_record(directory)
+    if record is None or not record.digests:
+        return None
+    lines = final_evaluations(RunDir(directory).read_metrics())
+    own = {line["eval/split"]: line for line in lines if line["eval/name"] not in config.controller.eval_sets}
+    return Result(
+        validation=own["validation"]["eval/accuracy"],
+        test=own["test"]["eval/accuracy"],
+        num_tasks=own["validation"]["eval/num_tasks"],
+        num_test_tasks=own["test"]["eval/num_tasks"],
+    )
+
+
+def smallest_evaluations(results: Mapping[Arm, Mapping[int, Result]]) -> tuple[int, int]:
+    """The fewest validation and test tasks that a run was evaluated on; 1 without runs. `results` are by arm and
+    seed."""
+    every = [result for of_arm in results.values() for result in of_arm.values()]
+    fewest = min((result.num_tasks for result in every), default=1)
+    return fewest, min((result.num_test_tasks for result in every), default=1)
