@@ -31,7 +31,7 @@ from urllib.parse import urlsplit
 from torchtitan_rl.tasks.sandbox import inside, seccomp
 from torchtitan_rl.tasks.sandbox.sandbox import Finished, Limits, SandboxError, check_name
 
-__all__ = ["Bubblewrap", "problem"]
+__all__ = ["Bubblewrap", "problem", "visible"]
 
 _START_S = 30.0
 _ANSWER_S = 30.0
@@ -39,6 +39,7 @@ _ANSWER_S = 30.0
 _MAX_CONNECTIONS = 64
 """Connections from one sandbox to the gateway at once."""
 _ROOT_DIRECTORIES = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
+_OWN = {Path(name) for name in ("/", "/tmp", "/proc", "/dev", "/dev/shm")}
 _ETC = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "localtime", "mime.types", "ssl/certs")
 """What programs read of /etc, and what holds no secret."""
 
@@ -302,7 +303,7 @@ def _command_line(read_only: Sequence[str], filter_descriptor: int, *, disk_byte
     shm = str(min(disk_bytes, 64 << 20))
     line += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", shm, "--tmpfs", "/dev/shm"]
     line += ["--perms", "1777", "--size", str(disk_bytes), "--tmpfs", "/tmp"]
-    for path in _visible(read_only):
+    for path in visible(read_only):
         for parent in reversed(path.parents[:-1]):
             line += ["--dir", str(parent)]
         line += ["--ro-bind", str(path), str(path)]
@@ -310,14 +311,16 @@ def _command_line(read_only: Sequence[str], filter_descriptor: int, *, disk_byte
     return line
 
 
-def _visible(read_only: Sequence[str]) -> list[Path]:
+def visible(read_only: Sequence[str]) -> list[Path]:
     """Directories of this machine that a sandbox sees at their own paths: programs, Python with its packages, and those
-    of the config; none that lies in another."""
+    of the config; none that lies in another. Raises ValueError for a path that does not exist or is the sandbox's."""
     paths = {Path("/usr"), Path(sys.prefix), Path(sys.base_prefix), Path(sys.executable).resolve().parents[1]}
     paths.add(Path(inside.__file__).parent)
     for name in read_only:
         path = Path(name).absolute()
         if not path.exists():
             raise ValueError(f"sandbox.read_only={name!r}: does not exist; give files and directories of this machine")
+        if path in _OWN:
+            raise ValueError(f"sandbox.read_only={name!r}: is the sandbox's own; give a directory below it")
         paths.add(path)
     return sorted(path for path in paths if not any(parent in paths for parent in path.parents))

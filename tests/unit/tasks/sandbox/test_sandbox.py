@@ -139,6 +139,12 @@ def test_settings_without_meaning_are_refused(fields, message):
         SandboxConfig(**fields)
 
 
+@pytest.mark.parametrize("name, message", [("/tmp", "is the sandbox's own"), ("/no/such", "does not exist")])
+def test_paths_that_cannot_be_shown_are_refused_before_a_start(name, message):
+    with pytest.raises(ValueError, match=f"sandbox.read_only='{name}': {message}"):
+        SandboxConfig(kind="bubblewrap", read_only=(name,)).check("task.sandbox")
+
+
 async def test_plain_leaves_no_directory():
     parent = Path(tempfile.gettempdir()).resolve() / f"torchtitan-rl-agents-{os.geteuid()}"
     async with SandboxConfig().open({"a": b"1"}) as sandbox:
