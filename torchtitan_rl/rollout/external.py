@@ -100,8 +100,9 @@ class External:
         """The gateway on which sessions are opened from now on. A controller attaches its own. Raises RuntimeError for
         a command whose isolation is required and cannot be had, and for a sandbox that this machine cannot run."""
         if self.sandbox is not None:
-            self.sandbox.check("external(sandbox=...)")
-        elif isinstance(self.agent, list) and self.command.isolate != "off" and (problem := no_isolation()):
+            self.sandbox.check("external.sandbox")
+        same_user = isinstance(self.agent, list) and (self.sandbox is None or self.sandbox.kind == "none")
+        if same_user and self.command.isolate != "off" and (problem := no_isolation()):
             exposed = (
                 f"commands cannot have namespaces of their own here ({problem}), so an agent may read the keys and "
                 "answers of other attempts and write their rewards"

@@ -160,9 +160,9 @@ class Bubblewrap:
 
     async def close(self) -> None:
         """Ends process 1 by closing its socket, and waits until the kernel has ended the rest."""
-        if self._door is not None:
-            self._door.close()
         self._channel.close()
+        if self._door is not None:
+            await self._door.close()
         try:
             await asyncio.wait_for(self._process.wait(), _ANSWER_S)
         finally:
@@ -234,11 +234,12 @@ class _Door:
         door._server = await asyncio.start_server(door._met, sock=listening)
         return door
 
-    def close(self) -> None:
+    async def close(self) -> None:
         assert self._server is not None
         self._server.close()
         for connection in self._connections:
             connection.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
 
     async def _met(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = asyncio.current_task()

@@ -49,8 +49,8 @@ class SandboxConfig:
         return bubblewrap.problem() if self.kind == "bubblewrap" else ""
 
     def check(self, setting: str) -> None:
-        """Raises RuntimeError, which begins with `setting`, where this machine cannot run such a sandbox, and ValueError
-        for a path of `read_only` that cannot be shown."""
+        """Raises RuntimeError, which begins with `setting`, where this machine cannot run such a sandbox, and
+        ValueError for a path of `read_only` that cannot be shown."""
         if self.kind == "bubblewrap":
             bubblewrap.visible(self.read_only)
         if reason := self.problem():
