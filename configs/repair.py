@@ -18,7 +18,7 @@ Differs from the quickstart:
 
 import torchtitan_rl.config as rl
 from torchtitan_rl.algorithm import presets, reductions
-from torchtitan_rl.tasks.repair import Repair
+from torchtitan_rl.tasks.program_repair import Repair
 from torchtitan_rl.tasks.sandbox.config import SandboxConfig
 
 SHAPE = rl.Qwen3Shape(

@@ -101,8 +101,8 @@ class External:
         a command whose isolation is required and cannot be had, and for a sandbox that this machine cannot run."""
         if self.sandbox is not None:
             self.sandbox.check("external.sandbox")
-        same_user = isinstance(self.agent, list) and (self.sandbox is None or self.sandbox.kind == "none")
-        if same_user and self.command.isolate != "off" and (problem := no_isolation()):
+        same_user = (self.sandbox is None or self.sandbox.kind == "none") and self.command.isolate != "off"
+        if isinstance(self.agent, list) and same_user and (problem := no_isolation()):
             exposed = (
                 f"commands cannot have namespaces of their own here ({problem}), so an agent may read the keys and "
                 "answers of other attempts and write their rewards"

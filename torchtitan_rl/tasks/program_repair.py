@@ -197,15 +197,14 @@ def _programs(largest: int) -> list[Program]:
     """Every program with every mistake and every test that tells which operator is right."""
     programs = []
     for order, right, wrong in itertools.product(("ab", "ba"), _OPERATORS, _OPERATORS):
-        for arguments in itertools.product(range(1, largest + 1), repeat=2):
-            values = {operator: _value(operator.join(order), *arguments) for operator in _OPERATORS}
+        for a, b in itertools.product(range(1, largest + 1), repeat=2):
+            values = {operator: _value(operator.join(order), a, b) for operator in _OPERATORS}
             if right != wrong and len(set(values.values())) == len(values):
-                programs.append(Program(broken=wrong.join(order), right=right.join(order), arguments=arguments))
+                programs.append(Program(broken=wrong.join(order), right=right.join(order), arguments=(a, b)))
     return programs
 
 
 def _value(expression: str, a: int, b: int) -> int:
     """The value of one of the family's own expressions."""
-    first, operator, second = expression
-    left, other = {"a": a, "b": b}[first], {"a": a, "b": b}[second]
-    return {"+": left + other, "-": left - other, "*": left * other}[operator]
+    first, second = (a, b) if expression[0] == "a" else (b, a)
+    return {"+": first + second, "-": first - second, "*": first * second}[expression[1]]

@@ -3,7 +3,7 @@
 import pytest
 
 from torchtitan_rl.tasks.env import Step
-from torchtitan_rl.tasks.repair import CALLS, Program, Repair
+from torchtitan_rl.tasks.program_repair import CALLS, Program, Repair
 from torchtitan_rl.tasks.sandbox import bubblewrap
 from torchtitan_rl.tasks.sandbox.config import SandboxConfig
 from torchtitan_rl.types import Task
