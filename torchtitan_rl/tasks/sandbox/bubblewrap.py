@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import os
 import platform
 import random
@@ -32,6 +33,8 @@ from torchtitan_rl.tasks.sandbox import inside, seccomp
 from torchtitan_rl.tasks.sandbox.sandbox import Finished, Limits, SandboxError, check_name
 
 __all__ = ["Bubblewrap", "problem", "visible"]
+
+logger = logging.getLogger(__name__)
 
 _START_S = 30.0
 _ANSWER_S = 30.0
@@ -57,7 +60,7 @@ def problem() -> str:
         return "bwrap is not installed; install bubblewrap (apt install bubblewrap, dnf install bubblewrap)"
     try:
         with _filter() as filter_file:
-            line = [*_command_line((), filter_file.fileno()), "/bin/sh", "-c", ":"]
+            line = [*_command_line(visible(()), filter_file.fileno()), sys.executable, "-I", "-S", "-c", ""]
             done = subprocess.run(
                 line, capture_output=True, text=True, timeout=_START_S, pass_fds=[filter_file.fileno()], env={}
             )
@@ -83,6 +86,7 @@ class Bubblewrap:
     async def start(cls, limits: Limits, *, read_only: Sequence[str] = (), gateway: str = "") -> Bubblewrap:
         """A sandbox in which nothing runs yet. Raises SandboxError where bwrap does not start, ValueError for a path of
         `read_only` that does not exist."""
+        paths = visible(read_only)
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         with theirs, _filter() as filter_file:
@@ -92,7 +96,7 @@ class Bubblewrap:
                 f"inside.main({number})"
             )
             line = [
-                *_command_line(read_only, filter_file.fileno(), disk_bytes=limits.disk_bytes),
+                *_command_line(paths, filter_file.fileno(), disk_bytes=limits.disk_bytes),
                 *(sys.executable, "-I", "-S", "-c", code),
             ]
             try:
@@ -165,6 +169,8 @@ class Bubblewrap:
             await self._door.close()
         try:
             await asyncio.wait_for(self._process.wait(), _ANSWER_S)
+        except TimeoutError:
+            logger.warning("sandbox: did not end within %g s; its processes are killed from outside", _ANSWER_S)
         finally:
             if self._process.returncode is None:
                 self._process.kill()
@@ -283,8 +289,8 @@ def _filter() -> Any:
     return file
 
 
-def _command_line(read_only: Sequence[str], filter_descriptor: int, *, disk_bytes: int = 1 << 20) -> list[str]:
-    """bwrap and its options, up to the command."""
+def _command_line(paths: Sequence[Path], filter_descriptor: int, *, disk_bytes: int = 1 << 20) -> list[str]:
+    """bwrap and its options, up to the command, which sees `paths`."""
     bwrap = shutil.which("bwrap") or "bwrap"
     line = [bwrap, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     if os.geteuid():
@@ -304,7 +310,7 @@ def _command_line(read_only: Sequence[str], filter_descriptor: int, *, disk_byte
     shm = str(min(disk_bytes, 64 << 20))
     line += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", shm, "--tmpfs", "/dev/shm"]
     line += ["--perms", "1777", "--size", str(disk_bytes), "--tmpfs", "/tmp"]
-    for path in visible(read_only):
+    for path in paths:
         for parent in reversed(path.parents[:-1]):
             line += ["--dir", str(parent)]
         line += ["--ro-bind", str(path), str(path)]

@@ -182,7 +182,7 @@ def _become(request: "dict[str, Any]", settings: "dict[str, Any]", out: int, err
         directory = os.path.normpath(os.path.join(DIRECTORY, request["cwd"]))
         os.makedirs(directory, exist_ok=True)
         os.chdir(directory)
-        cpu_s = int(settings["cpu_s"]) + 1
+        cpu_s = int(-(-settings["cpu_s"] // 1))  # rounded up
         for kind, value in (
             (resource.RLIMIT_CORE, 0),
             (resource.RLIMIT_CPU, cpu_s),
