@@ -6,8 +6,11 @@ in a sandbox (docs/sandbox.md); `--task.sandbox.kind none` does without bubblewr
 
 Differs from the quickstart:
 - task: Repair.Config(sandbox=SandboxConfig(kind="bubblewrap")), not LetterSort.Config()
-- supervised.num_steps: 450, not 300
-- controller.num_steps: 40, not 160
+- supervised.num_steps: 250, not 300
+- supervised.batch_size: 32, not 64
+- algorithm.tasks_per_step: 16, not 32
+- controller.num_steps: 20, not 160
+- controller.eval_every: 10, not 20
 - controller.eval_tasks: 128, not 256
 - controller.test_tasks: 256, not 512
 - sampling.max_prompt_tokens: 32, not 16
@@ -32,18 +35,18 @@ def config() -> rl.RunConfig:
         task=Repair.Config(sandbox=SandboxConfig(kind="bubblewrap")),
         model=rl.ModelConfig(assets="chars", shape=SHAPE),
         supervised=rl.SupervisedConfig(
-            num_steps=450,
-            batch_size=64,
+            num_steps=250,
+            batch_size=32,
             lr=3e-3,
             betas=(0.9, 0.99),
             schedule=rl.ScheduleConfig(decay="cosine", warmup_steps=20),
         ),
         algorithm=presets.grpo(
-            tasks_per_step=32,
+            tasks_per_step=16,
             reduction=reductions.token_mean,
             schedule=rl.ScheduleConfig(decay="linear", warmup_steps=5, final_factor=0.1),
         ),
-        controller=rl.ControllerConfig(num_steps=40, eval_every=20, eval_tasks=128, test_tasks=256, pass_at_k=8),
+        controller=rl.ControllerConfig(num_steps=20, eval_every=10, eval_tasks=128, test_tasks=256, pass_at_k=8),
         sampling=rl.SamplingConfig(max_prompt_tokens=32, max_tokens=12, max_turns=4, max_rollout_tokens=62),
         trainer=rl.TrainerConfig(optimizer=rl.AdamWConfig(lr=5e-4, betas=(0.9, 0.99)), max_tokens_per_microbatch=16384),
         generator=rl.GeneratorConfig(dtype="float32", max_model_len=64, max_num_seqs=512, kv_cache_gib=0.25),
