@@ -36,7 +36,7 @@ like from a sandbox."""
 
 _LOOK_EVERY_S = 0.05
 _OPEN_FILES = 1024
-_MAX_FILES = 200_000
+_MAX_FILES = 50_000
 """Files and directories at once: an empty one takes memory of the kernel too."""
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4  # linux/prctl.h
 
