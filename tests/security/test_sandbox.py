@@ -21,11 +21,13 @@ import pytest
 from tests.kit.processes import ended
 from tests.kit.sampler import policy
 from tests.unit.serve.opened import BYTES, END
+from torchtitan_rl.config.load import load_config
 from torchtitan_rl.rollout.external import AgentFailed, external
 from torchtitan_rl.serve.gateway import Gateway
 from torchtitan_rl.tasks.sandbox import bubblewrap
 from torchtitan_rl.tasks.sandbox.config import SandboxConfig
 from torchtitan_rl.tasks.sandbox.sandbox import SandboxError
+from torchtitan_rl.train.controller import Controller
 from torchtitan_rl.types import Task
 
 pytestmark = pytest.mark.skipif(bool(bubblewrap.problem()), reason=f"no bubblewrap here: {bubblewrap.problem()}")
@@ -519,6 +521,20 @@ urllib.request.urlopen(urllib.request.Request(os.environ["SESSION_URL"] + "/rewa
 """
     rollout = await play(ASKS + posts, said + END, judge=judge)
     assert (rollout.reward, rollout.text) == (reward, said)
+
+
+async def test_an_agent_whose_sandbox_this_machine_cannot_run_is_refused_before_anything_starts(tmp_path, monkeypatch):
+    config = load_config(str(ROOT / "configs" / "quickstart.py"))
+    config.algorithm.workflow = external(["true"], sandbox=SMALL)
+    config.output_dir = str(tmp_path / "run")
+    monkeypatch.setenv("PATH", "")
+    bubblewrap.problem.cache_clear()
+    try:
+        with pytest.raises(RuntimeError, match=r"external.sandbox.kind='bubblewrap': bwrap is not installed; .*apt"):
+            await Controller.launch(config, backend="local")
+    finally:
+        bubblewrap.problem.cache_clear()
+    assert not (tmp_path / "run").exists()
 
 
 async def test_an_agent_that_fails_in_a_sandbox_says_why():

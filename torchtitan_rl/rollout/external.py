@@ -96,11 +96,15 @@ class External:
     _places: asyncio.Semaphore | None = field(default=None, init=False, repr=False, compare=False)
     _part_names: PartNames | None = field(default=None, init=False, repr=False, compare=False)
 
+    def check_sandbox(self) -> None:
+        """Raises RuntimeError for a sandbox that this machine cannot run; a controller asks before it starts others."""
+        if self.sandbox is not None:
+            self.sandbox.check("external.sandbox")
+
     def attach(self, gateway: Gateway) -> None:
         """The gateway on which sessions are opened from now on. A controller attaches its own. Raises RuntimeError for
         a command whose isolation is required and cannot be had, and for a sandbox that this machine cannot run."""
-        if self.sandbox is not None:
-            self.sandbox.check("external.sandbox")
+        self.check_sandbox()
         same_user = (self.sandbox is None or self.sandbox.kind == "none") and self.command.isolate != "off"
         if isinstance(self.agent, list) and same_user and (problem := no_isolation()):
             exposed = (
