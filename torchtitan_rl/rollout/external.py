@@ -16,11 +16,12 @@ from typing import Any, Protocol
 
 from torchtitan_rl.record.tracing import span
 from torchtitan_rl.rollout.agent import AgentFailed, CommandLimits, Endpoint, SessionLimits
-from torchtitan_rl.rollout.agent_process import no_isolation, run_command
+from torchtitan_rl.rollout.agent_process import no_isolation, open_sandbox, run_command
 from torchtitan_rl.rollout.ignored_parameters import check_ignored
 from torchtitan_rl.rollout.policy import Policy, SamplingFailed
 from torchtitan_rl.tasks.outcomes import outcome_in_thread
 from torchtitan_rl.tasks.reward_parts import PartNames
+from torchtitan_rl.tasks.sandbox.config import SandboxConfig
 from torchtitan_rl.types import A_REWARD, Rollout, Task, Turn, is_reward
 
 __all__ = ["external", "External", "Endpoint", "SessionLimits", "CommandLimits", "AgentFailed", "Gateway", "Session"]
@@ -77,7 +78,12 @@ class External:
     `response_format`: names of `rollout.ignored_parameters.IGNORABLE`."""
     session: SessionLimits = field(default_factory=SessionLimits)
     command: CommandLimits = field(default_factory=CommandLimits)
-    """Limits of an agent that is a command."""
+    """Limits of an agent that is a command; without `sandbox`."""
+    sandbox: SandboxConfig | None = None
+    """The sandbox in which a command runs, with limits of its own; None: a process of the same user, with `command`."""
+    judge: Callable | None = None
+    """A command's reward: `async (task, sandbox) -> reward`, called once the command has ended, with the sandbox that
+    it leaves behind. It counts before what the agent posts or writes. None: the agent or the task family judges."""
     env: dict[str, str] = field(default_factory=dict)
     """Further environment variables of a command. The run's directory records them: no secrets."""
     imitated: Callable | None = None
@@ -90,10 +96,17 @@ class External:
     _places: asyncio.Semaphore | None = field(default=None, init=False, repr=False, compare=False)
     _part_names: PartNames | None = field(default=None, init=False, repr=False, compare=False)
 
+    def check_sandbox(self) -> None:
+        """Raises RuntimeError for a sandbox that this machine cannot run; a controller asks before it starts others."""
+        if self.sandbox is not None:
+            self.sandbox.check("external.sandbox")
+
     def attach(self, gateway: Gateway) -> None:
         """The gateway on which sessions are opened from now on. A controller attaches its own. Raises RuntimeError for
-        a command whose isolation is required and cannot be had."""
-        if isinstance(self.agent, list) and self.command.isolate != "off" and (problem := no_isolation()):
+        a command whose isolation is required and cannot be had, and for a sandbox that this machine cannot run."""
+        self.check_sandbox()
+        same_user = (self.sandbox is None or self.sandbox.kind == "none") and self.command.isolate != "off"
+        if isinstance(self.agent, list) and same_user and (problem := no_isolation()):
             exposed = (
                 f"commands cannot have namespaces of their own here ({problem}), so an agent may read the keys and "
                 "answers of other attempts and write their rewards"
@@ -129,7 +142,7 @@ class External:
         if failed is not None and not (session.ended_by and not failed.breach):
             raise session.failure or failed
         limit = session.ended_by if failed else ""
-        rollout = _rollout(task, policy, session, agent_result, rollout_id, self.agent, limit)
+        rollout = self._rollout(task, policy, session, agent_result, rollout_id, limit)
         try:
             self._part_names.admit(rollout.reward_parts)
         except ValueError as error:
@@ -140,10 +153,9 @@ class External:
         """The agent's result, which is its reward or None."""
         if isinstance(self.agent, list):
             data = self._data(task) if self.task_data is None else self.task_data(task)
-            async with self._places:
-                return await run_command(
-                    self.agent, endpoint, _json(task, data), self.env, self.command, self.timeout_s
-                )
+            async with self._places, open_sandbox(self.sandbox, self.command, endpoint) as sandbox:
+                written = await run_command(sandbox, self.agent, endpoint, _json(task, data), self.env, self.timeout_s)
+                return written if self.judge is None else await _judged(self.judge, task, sandbox, self.timeout_s)
         work = asyncio.ensure_future(_called(self.agent, task, endpoint))
         try:
             done, _ = await asyncio.wait({work}, timeout=self.timeout_s)
@@ -160,6 +172,36 @@ class External:
             message = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":")
             raise AgentFailed(f"agent: raised {message[:500]} for task {task.id!r}; mend it") from error
         return work.result()
+
+    def _rollout(
+        self, task: Task, policy: Policy, session: Session, agent_result: Any, rollout_id: str, limit: str
+    ) -> Rollout:
+        """The rollout of a session; `limit` is the one at which the agent failed, empty where it came to its end."""
+        turns = session.turns()
+        if session.fault:
+            raise AgentFailed(f"{session.fault}, for task {task.id!r}")
+        if not turns:
+            raise session.failure or AgentFailed(f"agent: took no completion for task {task.id!r}; ask for one")
+        result = _reward(agent_result, task)
+        if self.judge is not None:  # nothing that the agent posted counts
+            counted = result
+        elif isinstance(self.agent, list):  # the result of a command is what its file holds
+            counted = session.reward or result
+        else:
+            counted = result or session.reward
+        reward, parts = counted or (0.0 if limit else None, {})
+        first, last = turns[0].prompt_tokens, [*turns[-1].prompt_tokens, *turns[-1].completion.tokens]
+        episode_tokens = last[len(first) :] if last[: len(first)] == first else turns[-1].completion.tokens
+        return Rollout(
+            id=rollout_id,
+            task=task,
+            turns=turns,
+            reward=reward,
+            reward_parts=dict(parts),
+            text=policy.tokenizer.decode(episode_tokens, skip_special_tokens=True),
+            end_reason=limit or "done",
+            counts=dict(session.counts),
+        )
 
     def _data(self, task: Task) -> dict[str, Any]:
         return {"id": task.id, "prompt": task.prompt} | ({"answer": task.answer} if self.with_answer else {})
@@ -187,6 +229,10 @@ def external(agent: Callable | list[str], **settings: Any) -> External:
         raise ValueError(
             f"external: command.isolate={made.command.isolate!r}: there is no such way; use auto, require or off"
         )
+    if not isinstance(agent, list) and (made.sandbox is not None or made.judge is not None):
+        raise ValueError("external: sandbox, judge: are for an agent that is a command; give a list of words")
+    if made.judge is not None and not inspect.iscoroutinefunction(made.judge):
+        raise ValueError(f"external: judge={made.judge!r}: is no async function of (task, sandbox); write one")
     if not made.model:
         raise ValueError("external: model='': agents ask for a name; give one")
     check_ignored(made.ignored, "external: ignored")
@@ -200,6 +246,18 @@ async def _called(agent: Callable, task: Task, endpoint: Endpoint) -> Any:
     if error is not None:
         raise error
     return await value if inspect.isawaitable(value) else value
+
+
+async def _judged(judge: Callable, task: Task, sandbox: Any, timeout_s: float) -> Any:
+    """What the judge says of a sandbox. Raises AgentFailed where it raises or is late."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await judge(task, sandbox)
+    except TimeoutError:
+        raise AgentFailed(f"judge: was not done with task {task.id!r} within {timeout_s:g} s", breach=True) from None
+    except Exception as error:
+        message = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":")
+        raise AgentFailed(f"judge: raised {message[:500]} for task {task.id!r}; mend it", breach=True) from error
 
 
 def _forget(work: asyncio.Future) -> None:
@@ -216,39 +274,6 @@ def _json(task: Task, data: Any) -> str:
             f"task={task.id!r}: cannot be written as JSON for a command ({error}); give external(task_data=...) a "
             "function that makes plain data of a task"
         ) from error
-
-
-def _rollout(
-    task: Task,
-    policy: Policy,
-    session: Session,
-    agent_result: Any,
-    rollout_id: str,
-    agent: Callable | list[str],
-    limit: str,
-) -> Rollout:
-    """The rollout of a session; `limit` is the one at which the agent failed, empty where it came to its end."""
-    turns = session.turns()
-    if session.fault:
-        raise AgentFailed(f"{session.fault}, for task {task.id!r}")
-    if not turns:
-        raise session.failure or AgentFailed(f"agent: took no completion for task {task.id!r}; ask for one")
-    by_function = not isinstance(agent, list)  # a command gives what its file holds, which counts after what was posted
-    written = _reward(agent_result, task)
-    first_reward, then = (written, session.reward) if by_function else (session.reward, written)
-    reward, parts = first_reward or then or (0.0 if limit else None, {})
-    first, last = turns[0].prompt_tokens, [*turns[-1].prompt_tokens, *turns[-1].completion.tokens]
-    episode_tokens = last[len(first) :] if last[: len(first)] == first else turns[-1].completion.tokens
-    return Rollout(
-        id=rollout_id,
-        task=task,
-        turns=turns,
-        reward=reward,
-        reward_parts=dict(parts),
-        text=policy.tokenizer.decode(episode_tokens, skip_special_tokens=True),
-        end_reason=limit or "done",
-        counts=dict(session.counts),
-    )
 
 
 def _reward(agent_result: Any, task: Task) -> tuple[float, dict[str, float]] | None:

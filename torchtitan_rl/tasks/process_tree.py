@@ -49,15 +49,16 @@ _IGNORED = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 
 def command_line(
-    directory: str, command: list[str], *, isolated: bool, memory_bytes: int = 0, file_bytes: int = 0
+    directory: str, command: list[str], *, cwd: str, isolated: bool, memory_bytes: int = 0, file_bytes: int = 0
 ) -> list[str]:
     """The command line of a supervisor, which the calling thread has to start and outlive. `directory` belongs to the
-    command, which runs in its subdirectory `home`; with `isolated` it alone of its parent's directories is visible.
+    command, which runs in `cwd`, the directory or one below it; with `isolated` it alone of its parent's directories is
+    visible.
 
     The kernel holds each process of the command to `memory_bytes` of address space and files of `file_bytes`; 0: no
     limit. The supervisor exits as the command does, and with FAILED and a sentence where the command cannot be started.
     """
-    settings = (str(os.getpid()), directory, str(int(isolated)), str(memory_bytes), str(file_bytes))
+    settings = (str(os.getpid()), directory, cwd, str(int(isolated)), str(memory_bytes), str(file_bytes))
     # By an import, because Python compiles a script anew each time that it runs.
     start = f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r}); import process_tree as p; p.main(sys.argv)"
     return [sys.executable, "-I", "-S", "-c", start, *settings, *command]
@@ -181,7 +182,7 @@ def _kill_below(child: int) -> int | None:
 
 def main(arguments: list[str]) -> NoReturn:
     """A supervisor's process, with the arguments that `command_line` makes."""
-    _, parent, directory, isolated, memory_bytes, file_bytes, *command = arguments
+    _, parent, directory, cwd, isolated, memory_bytes, file_bytes, *command = arguments
     mask = _begin(int(parent))
     if int(isolated):
         _own_namespaces()
@@ -194,7 +195,7 @@ def main(arguments: list[str]) -> NoReturn:
                 if (grandchild := os.fork()) != 0:
                     _first_process(grandchild)
                 os.setsid()  # the command may stop its own group, and must not stop process 1 with it
-            os.chdir(os.path.join(directory, "home"))
+            os.chdir(cwd)
             for kind, limit in ((resource.RLIMIT_AS, memory_bytes), (resource.RLIMIT_FSIZE, file_bytes)):
                 _limit(kind, int(limit))
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -50,7 +50,7 @@ from torchtitan_rl.rollout.lag import lag_metrics
 from torchtitan_rl.rollout.lagged_batches import LaggedBatches
 from torchtitan_rl.rollout.player import Rollouts
 from torchtitan_rl.rollout.reward_model import RewardModel
-from torchtitan_rl.serve.run_gateway import open_gateway
+from torchtitan_rl.serve.run_gateway import external_of, open_gateway
 from torchtitan_rl.train import lines, listeners, resume
 from torchtitan_rl.train.checkpoints import Checkpoints
 from torchtitan_rl.train.early_stop import CollapseRule, EarlyEnd, end_early
@@ -205,7 +205,8 @@ class Controller(AbstractAsyncContextManager):
         process: the whole run is in this process, on one device, for a debugger. `backend="tinker"` trains and samples
         at the service at TINKER_BASE_URL. `resume_from` goes on with a run: `latest`, `auto`, a run directory or a
         checkpoint, as `resume.find` says. `recorded` replays an attempt at another run, in a new directory. Raises
-        ValueError, before anything starts, for a config that `validate`, `Backend.hosts_for` or `resume.find` refuses.
+        ValueError, before anything starts, for a config that `validate`, `Backend.hosts_for` or `resume.find` refuses,
+        and RuntimeError for a sandbox that this machine cannot run.
         """
         validate(config)
         run_backend = backend_of(backend)
@@ -216,6 +217,8 @@ class Controller(AbstractAsyncContextManager):
         if hf_weights is None and (missing := run_backend.missing_weights(config)):
             raise ValueError(missing)
         inputs = read_inputs(config)
+        if (external := external_of(config.algorithm.workflow)) is not None:
+            external.check_sandbox()
         if hf_weights is None:
             await check_reward(config, inputs.family)
         absolute = hosts is not None and hosts.attached

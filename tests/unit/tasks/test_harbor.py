@@ -11,16 +11,19 @@ from tests.unit.serve.opened import BYTES, END
 from torchtitan_rl.rollout.external import AgentFailed, external
 from torchtitan_rl.serve.gateway import Gateway
 from torchtitan_rl.tasks import harbor
+from torchtitan_rl.tasks.sandbox import bubblewrap
+from torchtitan_rl.tasks.sandbox.config import SandboxConfig
 from torchtitan_rl.types import Task
 
 TASK = Path(__file__).parents[3] / "environments" / "harbor" / "last_letter"
 AGENT = (sys.executable, str(TASK.parent / "agent.py"))
 
 
-async def play(said, task=TASK, agent=AGENT):
+async def play(said, task=TASK, agent=AGENT, sandbox=None):
     made = policy(said + END, tokenizer=BYTES, for_training=True, max_prompt_tokens=128)
     async with Gateway(context_tokens=256) as gateway:
-        workflow = external([sys.executable, harbor.__file__, str(task), *agent], timeout_s=60)
+        command = [sys.executable, harbor.__file__, str(task), *agent]
+        workflow = external(command, timeout_s=60, sandbox=sandbox)
         workflow.attach(gateway)
         return await workflow(Task(id="letter", prompt=""), made, rollout_id="0/0/0", seed=5)
 
@@ -31,6 +34,13 @@ async def test_the_tests_of_the_task_judge_what_the_agent_left(said, reward):
     assert (rollout.reward, rollout.text) == (reward, said)
     assert "Write the last letter" in BYTES.decode(rollout.turns[0].prompt_tokens)
     assert (TASK / "environment").exists() and not (TASK / "answer.txt").exists()
+
+
+@pytest.mark.skipif(bool(bubblewrap.problem()), reason=f"no bubblewrap here: {bubblewrap.problem()}")
+async def test_a_task_is_played_in_a_sandbox_that_is_shown_its_files():
+    seen = (str(TASK.parent), str(Path(harbor.__file__).parent))
+    rollout = await play("w", sandbox=SandboxConfig(kind="bubblewrap", read_only=seen))
+    assert (rollout.reward, rollout.text) == (1.0, "w")
 
 
 def changed(tmp_path, file, text):

@@ -1,0 +1,9 @@
+"""Places in which commands of agents and tests run: files in, commands, files out, and nothing left behind.
+
+config.py       `SandboxConfig`: which kind, and its limits
+sandbox.py      `Sandbox`, the interface of every kind; `Finished`, a command's end
+plain.py        kind `none`: a directory and a tree of processes, of the same user
+bubblewrap.py   kind `bubblewrap`: namespaces, a read-only root, no network but the gateway
+inside.py       process 1 within bubblewrap
+seccomp.py      the system calls that bubblewrap's commands do not have
+"""
