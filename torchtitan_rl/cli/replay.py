@@ -139,7 +139,13 @@ async def _replay(args: argparse.Namespace, config: RunConfig, recorded: Recorde
         controller.recorder.listeners.append(StopAt(controller))
         weighed = None
         if references is not None:
-            weighed = WeighedBatches(controller.batches, controller.trainer, references, window=args.window)
+            weighed = WeighedBatches(
+                controller.batches,
+                controller.trainer,
+                references,
+                window=args.window,
+                momentum=config.trainer.optimizer.betas[0] ** config.algorithm.steps_per_batch,
+            )
             controller.batches = weighed
         try:
             await controller.train()

@@ -34,7 +34,8 @@ class Influence:
     step: int
     """The optimizer step with which the batch ended."""
     gain: float
-    """The change of advantage x log-probability, nats per sampled token, over rollouts of the batches around it."""
+    """What its own gradient changed of advantage x log-probability, nats per sampled token, in the rollouts of the
+    batches around it: the median over these batches."""
     deviations: float
     """How far the gain lies from the median of the batches around it, in standard deviations by their median absolute
     deviation. Far below 0: the batch undid what the others teach."""
@@ -92,17 +93,26 @@ class WeighedBatches:
     """The batches of a replay, in the place of `source`; before each is handed out, the trainer scores what other
     batches were trained on.
 
-    The gain of a batch is the change of `References.objective`, from before its first optimizer step to after its last,
-    over the `window` batches before it and the `window` after it: to first order the inner product of its update with
-    their policy gradients (TracIn: Pruthi et al. 2020, https://arxiv.org/abs/2002.08484, with rollouts in the place of
-    test examples). The batch itself does not count. Nothing is trained otherwise.
+    A batch's optimizer steps change the objective of another batch (`References.objective`) by the batch's gradient and
+    by the momentum of the batches before it. With Adam the momentum's part is `momentum` times the change by the step
+    before; what is left is to first order the inner product of the two batches' gradients, scaled as Adam scales
+    (TracIn: Pruthi et al. 2020, https://arxiv.org/abs/2002.08484, with rollouts in the place of test examples). The
+    gain is its median over the `window` batches before and the `window` after, so that another bad batch among them
+    counts little; the batch itself does not count. Nothing is trained otherwise.
     """
 
     def __init__(
-        self, source: BatchSource, trainer: TrainingClient, references: dict[int, References], *, window: int
+        self,
+        source: BatchSource,
+        trainer: TrainingClient,
+        references: dict[int, References],
+        *,
+        window: int,
+        momentum: float,
     ) -> None:
-        """`references` are those of the batches that the replay trains, by step, in order."""
-        self._source, self._trainer, self._window = source, trainer, window
+        """`references` are those of the batches that the replay trains, by step, in order. `momentum` is Adam's first
+        beta, to the power of a batch's optimizer steps; with more than one step the correction is approximate."""
+        self._source, self._trainer, self._window, self._momentum = source, trainer, window, momentum
         self._steps, self._references = list(references), list(references.values())
         self._objectives: list[dict[int, float]] = []
         """Per batch handed out, and once at the end: index of a batch -> its objective at that time."""
@@ -128,17 +138,24 @@ class WeighedBatches:
         ]
 
     async def _score(self) -> None:
-        """Notes the objectives that the batch before and the batch to come are measured by."""
+        """Notes the objectives by which the batch before, the batch to come and the one after it are measured."""
         now = len(self._objectives)
-        around = range(max(0, now - 1 - self._window), min(len(self._references), now + self._window + 1))
+        around = range(max(0, now - 1 - self._window), min(len(self._references), now + self._window + 2))
         answers = await asyncio.gather(*(self._references[index].objective(self._trainer) for index in around))
         self._objectives.append(dict(zip(around, answers, strict=True)))
 
     def _gain(self, index: int) -> float:
-        before, after = self._objectives[index], self._objectives[index + 1]
-        near = [i for i in before.keys() & after.keys() if i != index and abs(i - index) <= self._window]
-        near = [i for i in near if self._references[i].data]
-        return sum(after[i] - before[i] for i in near) / max(1, len(near))
+        near = range(index - self._window, index + self._window + 1)
+        changes = [
+            self._change(index, other) - (self._momentum * self._change(index - 1, other) if index else 0.0)
+            for other in near
+            if other != index and 0 <= other < len(self._references) and self._references[other].data
+        ]
+        return float(np.median(changes)) if changes else 0.0
+
+    def _change(self, index: int, other: int) -> float:
+        """What the steps of batch `index` changed of the objective of batch `other`."""
+        return self._objectives[index + 1][other] - self._objectives[index][other]
 
 
 def _deviations(gains: np.ndarray, index: int) -> float:

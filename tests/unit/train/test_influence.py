@@ -42,13 +42,16 @@ def references(*advantages):
     return References(data=data, advantages=[torch.tensor([0.0, a, a]) for a in advantages])
 
 
-async def weighed(of_batches, updates, window):
-    """The influences of batches that change the trainer's weight by `updates`."""
-    trainer = Trainer()
-    batches = WeighedBatches(Batches(), trainer, dict(enumerate(of_batches, start=1)), window=window)
+async def weighed(of_batches, updates, window, momentum=0.0):
+    """The influences of batches whose gradients change the trainer's weight by `updates`, and again by the momentum of
+    the batches before."""
+    trainer, moving = Trainer(), 0.0
+    by_step = dict(enumerate(of_batches, start=1))
+    batches = WeighedBatches(Batches(), trainer, by_step, window=window, momentum=momentum)
     for number, update in enumerate(updates, start=1):
         assert await batches.next_batch() == number
-        trainer.weight += update
+        moving = momentum * moving + update
+        trainer.weight += moving
     return batches, await batches.influences()
 
 
@@ -59,6 +62,8 @@ async def test_the_gain_is_the_change_of_the_objective_of_the_batches_around_and
     assert [influence.gain for influence in influences] == pytest.approx([0.5 * -2, 0.25 * (2 + 4) / 2, -1.0 * -2])
     _, wider = await weighed(of_batches, [0.5, 0.25, -1.0], window=2)
     assert [influence.gain for influence in wider] == pytest.approx([0.5 * 1, 0.25 * 3, -1.0 * 0.0])
+    _, with_momentum = await weighed(of_batches, [0.5, 0.25, -1.0], window=1, momentum=0.9)
+    assert [influence.gain for influence in with_momentum] == pytest.approx([-1.0, 0.75, 2.0], abs=1e-6)
     assert batches.state_dict() == {"number": 3}
     await batches.cancel()
     assert batches.state_dict() == {"number": -1}
