@@ -67,9 +67,9 @@ def rank(root: Path, seed: int, steps: int, window: int) -> tuple[int, int, floa
         f"from benchmarks import bad_batch\n\n\ndef config():\n"
         f"    return bad_batch.config({str(run)!r}, {seed}, {steps}, {bad})\n"
     )
-    if not run.exists():
+    if not (run / "curve.png").exists():  # which a run draws at its end; one that was cut off is refused
         command("train", str(file), "--quiet")
-    if not replayed.exists():
+    if not (replayed / "influence.jsonl").exists():
         options = ["--influence", "--window", str(window), "--backend", "local", "--output-dir", str(replayed)]
         command("replay", str(run), "--config", str(file), "--quiet", *options)
     lines = [json.loads(line) for line in (replayed / "influence.jsonl").read_text().splitlines()]
