@@ -277,7 +277,7 @@ REFUSED = {
         {"reasoning": {"effort": "low"}},
         "reasoning.effort (reasoning_effort of chat completions): is not offered",
     ),
-    "summary": ({"reasoning": {"summary": "auto"}}, "reasoning.summary: is not offered"),
+    "summary": ({"reasoning": {"summary": "detailed"}}, "reasoning.summary: is not offered"),
     "parallel": ({"tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls: this session trains"),
     "required": ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice: this session trains"),
     "a choice without tools": ({"tool_choice": "required"}, "tool_choice: "),
@@ -340,7 +340,7 @@ async def test_fields_that_ask_for_nothing_are_taken():
         neutral = {
             **{"background": False, "truncation": "disabled", "conversation": None, "context_management": []},
             **{
-                "reasoning": {"effort": "none", "context": "auto", "summary": None},
+                "reasoning": {"effort": "none", "context": "auto", "summary": "auto"},
                 "text": {"format": {"type": "text"}},
             },
             **{"tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "top_logprobs": 0, "temperature": 1.0},
