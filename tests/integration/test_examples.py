@@ -95,7 +95,7 @@ def test_the_commands_of_a_page_are_accepted(words, here, directory):
     from torchtitan_rl.cli import main
 
     _, verb, *arguments = words
-    if verb in ("train", "quickstart"):
+    if verb in ("train", "quickstart", "sweep"):
         arguments.append("--dry-run")
     elif verb == "rehearse":
         args, overrides = main._parser(verb).parse_known_args([verb, *arguments])
