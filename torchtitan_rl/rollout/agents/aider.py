@@ -21,6 +21,7 @@ AGENT = InstalledAgent(
     name="aider",
     program="aider",
     install="install it with `pipx install aider-chat`",
+    ignored=("temperature",),
     arguments=_arguments,
     environment=_environment,
 )

@@ -17,6 +17,7 @@ def _environment(attempt: Attempt) -> dict[str, str]:
         "MSWEA_CONFIGURED": "true",  # it would ask for a model and a key
         "MSWEA_COST_TRACKING": "ignore_errors",  # litellm knows no price of a policy
         "MSWEA_GLOBAL_CONFIG_DIR": str(attempt.home / ".mini"),
+        "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "1",  # it would ask for minutes beyond a session's limit
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # it would fetch one
     }
 
@@ -25,6 +26,7 @@ AGENT = InstalledAgent(
     name="mini-swe-agent",
     program="mini",
     install="install it with `pipx install mini-swe-agent`",
+    ignored=("temperature",),
     arguments=_arguments,
     environment=_environment,
 )
