@@ -34,7 +34,8 @@ def test_a_stream(asked):
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole
 
 
-def test_a_tool_is_called_its_result_sent_back_and_answered(asked):
+def right_answers(asked):
+    """Of PROBLEMS: a call of the tool, its result sent back, and the right answer."""
     right = 0
     for problem in PROBLEMS:
         messages = [{"role": "user", "content": problem}]
@@ -45,7 +46,11 @@ def test_a_tool_is_called_its_result_sent_back_and_answered(asked):
             messages.append({"role": "tool", "tool_call_id": call.id, "content": value})
         answer = litellm.completion(**asked, messages=messages, tools=[TOOL], temperature=0).choices[0].message
         right += bool(called.tool_calls) and is_right(problem, answer.content)
-    assert right >= ENOUGH
+    return right
+
+
+def test_a_tool_is_called_its_result_sent_back_and_answered(asked):
+    assert right_answers(asked) >= ENOUGH
 
 
 def test_an_answer_of_a_schema_and_a_prompt_that_is_too_long(asked):
@@ -57,17 +62,7 @@ def test_an_answer_of_a_schema_and_a_prompt_that_is_too_long(asked):
 
 def test_messages_by_anthropics_provider(root):
     asked = {"model": "anthropic/policy", "api_base": root, "api_key": "none", "num_retries": 0, "max_tokens": 64}
-    right = 0
-    for problem in PROBLEMS:
-        messages = [{"role": "user", "content": problem}]
-        called = litellm.completion(**asked, messages=messages, tools=[TOOL], temperature=0).choices[0].message
-        messages.append(called.model_dump())
-        for call in called.tool_calls or ():
-            value = calculate(json.loads(call.function.arguments)["e"])
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": value})
-        answer = litellm.completion(**asked, messages=messages, tools=[TOOL], temperature=0).choices[0].message
-        right += bool(called.tool_calls) and is_right(problem, answer.content)
-    assert right >= ENOUGH
+    assert right_answers(asked) >= ENOUGH
 
 
 def test_a_response_and_one_that_goes_on_from_it(asked):
