@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 from torchtitan_rl.rollout.agents import aider, claude_code, codex, mini_swe_agent, opencode
+from torchtitan_rl.rollout.agents.installed_agent import PROGRAM
 from torchtitan_rl.rollout.external import External, external
 
 __all__ = ["AGENTS", "installed"]
@@ -28,6 +29,9 @@ def installed(name: str, *arguments: str, **settings: Any) -> External:
     if name not in AGENTS:
         raise ValueError(f"agent={name!r}: is not known; use one of {', '.join(AGENTS)}, or external(COMMAND)")
     agent, module = AGENTS[name]
-    if shutil.which(agent.program) is None:
+    program = shutil.which(agent.program)
+    if program is None:
         raise ValueError(f"agent={name!r}: its program {agent.program!r} is not on PATH; {agent.install}")
-    return external([sys.executable, "-m", module, *arguments], **{"ignored": agent.ignored} | settings)
+    environment = {PROGRAM: program} | settings.pop("env", {})  # a sandbox has a PATH of its own
+    command = [sys.executable, "-m", module, *arguments]
+    return external(command, **{"ignored": agent.ignored, "env": environment} | settings)

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = ["Attempt", "InstalledAgent", "become"]
+__all__ = ["PROGRAM", "Attempt", "InstalledAgent", "become"]
+
+PROGRAM = "AGENT_PROGRAM"
+"""The environment variable with the path of the agent's program; without it the program is looked for on PATH."""
 
 
 def _nothing(attempt: Attempt) -> dict[str, str]:
@@ -69,11 +72,15 @@ def become(agent: InstalledAgent) -> NoReturn:
         file = attempt.home / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
-    line = [agent.program, *sys.argv[1:], *agent.arguments(attempt)]
+    program = os.environ.get(PROGRAM, agent.program)
+    line = [program, *sys.argv[1:], *agent.arguments(attempt)]
     try:
-        os.execvpe(agent.program, line, os.environ | agent.environment(attempt))
+        os.execvpe(program, line, os.environ | agent.environment(attempt))
     except FileNotFoundError:
-        sys.exit(f"agent {agent.name!r}: its program {agent.program!r} is not on PATH; {agent.install}")
+        sys.exit(
+            f"agent {agent.name!r}: its program {program!r} is not there; {agent.install}, or let its sandbox see it "
+            "(read_only)"
+        )
 
 
 def _text(prompt: str | list[dict[str, Any]]) -> str:

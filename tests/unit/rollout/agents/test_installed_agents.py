@@ -36,7 +36,7 @@ def started(tmp_path, name, *arguments, prompt=PROMPT) -> tuple[dict, Path]:
     home.mkdir(exist_ok=True)
     (tmp_path / "task.json").write_text(json.dumps({"id": "t", "prompt": prompt}))
     environment = {
-        "PATH": os.environ["PATH"],
+        "PATH": "/usr/bin:/bin",  # as in a sandbox
         "HOME": str(home),
         "TASK_FILE": str(tmp_path / "task.json"),
         "OPENAI_BASE_URL": "http://127.0.0.1:9/sessions/s/v1",
@@ -45,8 +45,9 @@ def started(tmp_path, name, *arguments, prompt=PROMPT) -> tuple[dict, Path]:
         "ANTHROPIC_BASE_URL": "http://127.0.0.1:9/sessions/s",
         "ANTHROPIC_API_KEY": "of the session",
     }
-    command = installed(name, *arguments).agent
-    subprocess.run(command, cwd=home, env=environment, check=True, timeout=60)
+    workflow = installed(name, *arguments, env={"MORE": "1"})
+    assert workflow.env.keys() == {"MORE", "AGENT_PROGRAM"}
+    subprocess.run(workflow.agent, cwd=home, env=environment | workflow.env, check=True, timeout=60)
     return json.loads((home / "started.json").read_text()), home
 
 
