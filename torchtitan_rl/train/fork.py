@@ -78,21 +78,21 @@ def apply_settings(config: RunConfig, settings: list[str]) -> None:
 
 
 def existing_fork(directory: Path, parent: Path, step: int, settings: list[str]) -> RunConfig | None:
-    """The config of the fork in a directory, to go on with it; None where there is no fork yet. The parent is not read:
+    """The config of the fork in a directory, to go on with it; None place there is no fork yet. The parent is not read:
     it may have deleted the checkpoint since. Raises ValueError for another fork than `plan_fork` would plan."""
     point = fork_point(directory)
     if point is None:
         return None
-    where = f"output_dir={str(directory)!r}:"
+    place = f"output_dir={str(directory)!r}:"
     if (point.parent, point.step) != (str(parent.resolve()), step):
-        raise ValueError(f"{where} holds a {point.summary()}; give another directory, or that parent and step")
+        raise ValueError(f"{place} holds a {point.summary()}; give another directory, or that parent and step")
     plain = json.loads(RunDir(directory).config_file.read_text(encoding="utf-8"))
-    config, changed_sources = recorded_config(plain, f"{where} its config")
+    config, changed_sources = recorded_config(plain, f"{place} its config")
     apply_settings(config, settings)
     changes = differences(plain, resolved(settled(config))).keys() - changed_sources.keys()
     if changes:
         raise ValueError(
-            f"{where} holds a {point.summary()}, and {sorted(changes)[0]} is set otherwise now; give another "
+            f"{place} holds a {point.summary()}, and {sorted(changes)[0]} is set otherwise now; give another "
             "directory, or the settings that it was made with"
         )
     return config

@@ -1,5 +1,5 @@
 """Aider, by chat completions: it writes edits as text and calls no tools. It ends with the policy's first answer whose
-edits apply, or after three that do not."""
+edits apply."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def _arguments(attempt: Attempt) -> list[str]:
     quiet = ["--no-check-update", "--analytics-disable", "--no-show-model-warnings", "--no-pretty", "--no-stream"]
     alone = ["--yes-always", "--no-git", "--no-detect-urls", "--no-suggest-shell-commands", "--map-tokens", "0"]
     model = f"openai/{attempt.model}"
-    return ["--model", model, "--weak-model", model, *quiet, *alone, "--message", attempt.prompt]
+    return ["--model", model, "--weak-model", model, *quiet, *alone]
 
 
 def _environment(attempt: Attempt) -> dict[str, str]:
@@ -23,6 +23,7 @@ AGENT = InstalledAgent(
     install="install it with `pipx install aider-chat`",
     ignored=("temperature",),
     arguments=_arguments,
+    task=lambda attempt: ["--message", attempt.prompt],
     environment=_environment,
 )
 

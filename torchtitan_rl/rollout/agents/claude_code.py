@@ -7,7 +7,7 @@ from torchtitan_rl.rollout.agents.installed_agent import Attempt, InstalledAgent
 
 def _arguments(attempt: Attempt) -> list[str]:
     quiet = ["--output-format", "json", "--no-session-persistence", "--strict-mcp-config"]
-    return ["--model", attempt.model, "--dangerously-skip-permissions", *quiet, "--print", "--", attempt.prompt]
+    return ["--model", attempt.model, "--dangerously-skip-permissions", *quiet]
 
 
 def _environment(attempt: Attempt) -> dict[str, str]:
@@ -27,6 +27,7 @@ AGENT = InstalledAgent(
     install="install it with `npm install --global @anthropic-ai/claude-code`",
     ignored=("reasoning_effort",),
     arguments=_arguments,
+    task=lambda attempt: ["--print", "--", attempt.prompt],
     environment=_environment,
 )
 

@@ -9,7 +9,7 @@ from torchtitan_rl.rollout.agents.installed_agent import Attempt, InstalledAgent
 
 def _arguments(attempt: Attempt) -> list[str]:
     free = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "--ephemeral"]
-    return ["exec", *free, "--", attempt.prompt]
+    return ["exec", *free]
 
 
 def _files(attempt: Attempt) -> dict[str, str]:
@@ -42,6 +42,7 @@ AGENT = InstalledAgent(
     program="codex",
     install="install it with `npm install --global @openai/codex`",
     arguments=_arguments,
+    task=lambda attempt: ["--", attempt.prompt],
     environment=_environment,
     files=_files,
 )

@@ -55,8 +55,11 @@ class InstalledAgent:
     install: str
     """What to do where it is not there."""
     arguments: Callable[[Attempt], list[str]]
-    """The words after the program: no questions, no confirmation, one task, an end. The key is not among them: every
-    user of a machine can read a command line."""
+    """The words after the program: no questions, no confirmation, an end. The key is not among them: every user of a
+    machine can read a command line."""
+    task: Callable[[Attempt], list[str]]
+    """The last words, with the prompt. Further words of a config come before them and after `arguments`, whose values
+    they may change."""
     ignored: tuple[str, ...] = ()
     """Parameters that it sends and its requests are answered without, see `rollout.ignored_parameters`."""
     environment: Callable[[Attempt], dict[str, str]] = _nothing
@@ -73,7 +76,7 @@ def become(agent: InstalledAgent) -> NoReturn:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
     program = os.environ.get(PROGRAM, agent.program)
-    line = [program, *sys.argv[1:], *agent.arguments(attempt)]
+    line = [program, *agent.arguments(attempt), *sys.argv[1:], *agent.task(attempt)]
     try:
         os.execvpe(program, line, os.environ | agent.environment(attempt))
     except FileNotFoundError:

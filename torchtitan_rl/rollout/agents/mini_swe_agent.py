@@ -9,7 +9,7 @@ from torchtitan_rl.rollout.agents.installed_agent import Attempt, InstalledAgent
 def _arguments(attempt: Attempt) -> list[str]:
     config = ["-c", "mini.yaml", "-c", "agent.cost_limit=0", "-c", "agent.step_limit=20"]
     output = ["-o", str(attempt.home / "trajectory.json")]
-    return ["-y", "--exit-immediately", "-m", f"openai/{attempt.model}", *config, *output, "-t", attempt.prompt]
+    return ["-y", "--exit-immediately", "-m", f"openai/{attempt.model}", *config, *output]
 
 
 def _environment(attempt: Attempt) -> dict[str, str]:
@@ -28,6 +28,7 @@ AGENT = InstalledAgent(
     install="install it with `pipx install mini-swe-agent`",
     ignored=("temperature",),
     arguments=_arguments,
+    task=lambda attempt: ["-t", attempt.prompt],
     environment=_environment,
 )
 

@@ -8,7 +8,7 @@ from torchtitan_rl.rollout.agents.installed_agent import Attempt, InstalledAgent
 
 
 def _arguments(attempt: Attempt) -> list[str]:
-    return ["run", "--auto", "--pure", "--model", f"policy/{attempt.model}", "--", attempt.prompt]
+    return ["run", "--auto", "--pure", "--model", f"policy/{attempt.model}"]
 
 
 def _files(attempt: Attempt) -> dict[str, str]:
@@ -37,6 +37,7 @@ AGENT = InstalledAgent(
     program="opencode",
     install="install it with `npm install --global opencode-ai`",
     arguments=_arguments,
+    task=lambda attempt: ["--", attempt.prompt],
     environment=_environment,
     files=_files,
 )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from os.path import commonprefix
+from statistics import fmean
 from typing import Any
 
 from torchtitan_rl.tools.view.pages import Missing
@@ -131,5 +132,5 @@ def _first_other_token(first: dict[str, Any], second: dict[str, Any]) -> int | N
 
 
 def _mean(rewards: Sequence[float | None]) -> float | None:
-    known = [reward for reward in rewards if reward is not None]
-    return sum(known) / len(known) if known else None
+    numbers = [reward for reward in rewards if reward is not None]
+    return fmean(numbers) if numbers else None

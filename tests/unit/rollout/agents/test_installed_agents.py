@@ -56,7 +56,12 @@ def test_an_agent_is_started_with_the_prompt_as_it_is_the_policys_name_and_no_ke
     programs, tmp_path, name
 ):
     start, home = started(tmp_path, name, "--further", "words")
-    assert start["arguments"][-1] == PROMPT and start["arguments"][:2] == ["--further", "words"]
+    words = start["arguments"]
+    further = words.index("--further")
+    assert words[-1] == PROMPT and words[further + 1] == "words"
+    assert 0 < further and not [
+        word for word in words[further + 2 : -1] if word not in ("-t", "--message", "--print", "--")
+    ]
     files = "".join(file.read_text() for file in home.rglob("*") if file.is_file() and file.name != "started.json")
     assert "of the session" not in " ".join(start["arguments"]) + files
     assert "policy" in " ".join(start["arguments"]) + files
