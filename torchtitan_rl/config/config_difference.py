@@ -46,7 +46,7 @@ _HARMLESS = (
                 "kv_cache_gib",
             ),
             *("max_num_batched_tokens", "num_threads", "enforce_eager", "compile", "model_runner", "verify_loaded"),
-            *("on_update", "record_routing"),
+            *("on_update", "record_routing", "async_scheduling"),
             *("max_replica_restarts", "num_spares", "restart_window_s", "probe_every_s", "hang_timeout_s"),
         )
     ),

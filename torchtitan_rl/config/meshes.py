@@ -193,6 +193,10 @@ class GeneratorConfig:
     with `tensor_parallel_degree` above 1, or with `model_impl="vllm"`, where `enforce_eager=False` compiles."""
     model_runner: Literal["auto", "v1", "v2"] = "auto"
     """Which of vLLM's two model runners serves. `auto` is vLLM's choice: v2 on a GPU, v1 on a CPU."""
+    async_scheduling: bool = False
+    """True schedules an engine step while the device still computes the one before. Steps in flight end before new
+    weights are loaded, so that every token is labelled with the version that sampled it. Needs a GPU, vLLM's V2 model
+    runner and `tensor_parallel_degree=1`."""
     num_threads: Annotated[int, Ge(0), Hint("use 0 to share the cores among the ranks")] = 0
     """CPU threads per rank; 0: the cores divided by the ranks of a replica."""
     record_routing: bool | None = None

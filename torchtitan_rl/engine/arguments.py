@@ -36,9 +36,7 @@ def engine_args(config: GeneratorConfig, model: ModelConfig, seed: int, *, sleep
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=max(config.max_num_batched_tokens, config.max_model_len),
         enable_chunked_prefill=platform.can_cut_prompts(),
-        # vLLM's default on CUDA is True: an engine step in flight during a load would return after the load, and tokens
-        # that the old weights sampled would be labelled with the new version.
-        async_scheduling=False,
+        async_scheduling=config.async_scheduling,
         kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30),
         gpu_memory_utilization=0.1,  # bounds only the memory free at the start: kv_cache_memory_bytes sizes the cache
         enforce_eager=config.is_eager,

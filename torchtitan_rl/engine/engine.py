@@ -334,13 +334,23 @@ class Engine:
         self._answer_probes()
         if self._has_work():
             with span("engine step"):
-                for output in self._engine.step():
-                    if output.finished:
-                        self._finish(output)
+                self._finish_all(self._engine.step())
             self._iteration += 1
+            if not self._engine.has_unfinished_requests():
+                self._end_steps_in_flight()  # the last ones, which sample nothing and hold blocks of the cache
         if self._cache_has_nan and not self._engine.has_unfinished_requests():
             # No later request reads what a NaN was computed from.
             self._cache_has_nan = not self._engine.reset_prefix_cache()
+
+    def _end_steps_in_flight(self) -> None:
+        """Waits for the steps that the device still computes."""
+        if self._config.async_scheduling:
+            self._finish_all(vllm_internals.drained(self._engine))
+
+    def _finish_all(self, outputs: list[Any]) -> None:
+        for output in outputs:
+            if output.finished:
+                self._finish(output)
 
     def _answer_probes(self) -> None:
         while not self._probes.empty():
@@ -409,6 +419,7 @@ class Engine:
         have the cache computed again."""
         while self._config.on_update == "wait" and self._has_work():
             self._step()
+        self._end_steps_in_flight()  # the version of their tokens is the one before
         with span("load weights", version=version):
             self._load_staged(version, futures)
         if self._config.on_update == "recompute":

@@ -11,6 +11,7 @@ CPU) and V2 (`vllm/v1/worker/gpu/model_runner.py`). vLLM takes V2 where Triton r
 | `runner.reload_weights(weights_iterator=...)` | in place, by Hugging Face's names, resets caches | as V1 |
 | `vllm_config.use_v2_model_runner`, `VLLM_USE_V2_MODEL_RUNNER` | selects the runner | as V1 |
 | `output_processor.request_states[...].detokenizer.output_token_ids` | tokens so far; above the runner | as V1 |
+| `engine_core.engine_core`: `batch_queue`, `scheduler.set_pause_state` | above the runner | as V1 |
 | `engine_core.shutdown()`, `envs.disable_envs_cache()` | above the runner | as V1 |
 | `get_tp_group().broadcast_object`, `.cpu_group` | above the runner | as V1 |
 | `_CPUSHMDistributed.make_group_name` | replaced in `adapters.py`, CPU ranks | not used on a GPU |
@@ -39,6 +40,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm import LLMEngine, envs
+from vllm.v1.core.sched.interface import PauseState
 
 if TYPE_CHECKING:
     from torchtitan.protocols.model_spec import ModelSpec
@@ -49,6 +51,7 @@ __all__ = [
     "model_runner",
     "model",
     "reload_weights",
+    "drained",
     "num_sampled",
     "CacheGroup",
     "cache_group",
@@ -98,6 +101,19 @@ def reload_weights(engine: LLMEngine, spec: ModelSpec, tensors: dict[str, torch.
     unsharded, under torchtitan's names."""
     of_hf = spec.state_dict_adapter(spec.model, None).to_hf(tensors) | {"lm_head.weight": tensors["lm_head.weight"]}
     runner(engine).reload_weights(weights_iterator=iter(of_hf.items()))
+
+
+def drained(engine: LLMEngine) -> list[Any]:
+    """Ends the steps in flight of an engine that schedules ahead, without scheduling another; returns what they
+    output."""
+    core, outputs = engine.engine_core.engine_core, []
+    core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    try:
+        while core.batch_queue:
+            outputs += engine.step()
+    finally:
+        core.scheduler.set_pause_state(PauseState.UNPAUSED)
+    return outputs
 
 
 def num_sampled(engine: LLMEngine, engine_id: str) -> int:

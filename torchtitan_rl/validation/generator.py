@@ -72,6 +72,19 @@ def check_engine(generator: GeneratorConfig, shape: DecoderShape) -> None:
             f"generator.enforce_eager=False: layers of a {shape.name} lay out each step's requests on the host, which "
             "a CUDA graph cannot capture; use True"
         )
+    if generator.async_scheduling and (fault := _fault_of_scheduling_ahead(generator)):
+        raise ValueError(f"generator.async_scheduling=True: {fault}; use False")
+
+
+def _fault_of_scheduling_ahead(generator: GeneratorConfig) -> str:
+    """Why an engine cannot schedule a step while the one before runs; empty when it can."""
+    if platform.device_type() == "cpu":
+        return "a CPU computes a step before it schedules the next"
+    if generator.model_runner == "v1" or generator.record_routing:
+        return "vLLM's V1 model runner draws tokens by numbers that are a step old then"
+    if generator.tensor_parallel_degree > 1:
+        return f"is not tested with generator.tensor_parallel_degree={generator.tensor_parallel_degree}"
+    return ""
 
 
 def _check_compiled(generator: GeneratorConfig, shape: DecoderShape) -> None:
