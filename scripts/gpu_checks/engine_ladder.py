@@ -12,12 +12,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from scripts.gpu_checks.configs import sized_model
@@ -257,41 +258,36 @@ def in_process(rung: Rung, model_dir: Path, file: Path, limit_s: float, tiny: bo
     """The result of a rung in a process of its own, which ends, with what it has started, by the limit."""
     command = [sys.executable, "-m", "scripts.gpu_checks.engine_ladder", "--rung", rung.name]
     command += ["--model-dir", str(model_dir), "--result", str(file), *["--tiny"] * tiny]
-    start, late = time.monotonic(), []
-    process = subprocess.Popen(command)
-    try:
-        process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        late.append(f"had not ended after {limit_s:g} s")
-    finally:
-        _end(process)
+    start = time.monotonic()
+    code = wait_for(subprocess.Popen(command), limit_s)
     written: dict[str, Any] = {"status": "crashed", "values": {}, "problems": []}
     if file.exists():
         written = json.loads(file.read_text())
-    if late:
-        written["problems"] += late
+    if code is None:
+        written["problems"].append(f"had not ended after {limit_s:g} s")
     elif written["status"] in ("running", "crashed"):
-        written["problems"].append(f"exit status {process.returncode} without an end; see the log")
+        written["problems"].append(f"exit status {code} without an end; see the log")
     print(f"{rung.name}: {time.monotonic() - start:.1f} s", flush=True)
     return written
 
 
-def _end(process: subprocess.Popen) -> None:
-    """Kills a rung's process and its descendants: an engine's core would keep the device's memory."""
-    import psutil
-
-    try:
-        descendants = psutil.Process(process.pid).children(recursive=True)
-    except psutil.NoSuchProcess:  # it has ended, and its descendants notice that themselves
-        descendants = []
+def wait_for(process: subprocess.Popen, limit_s: float) -> int | None:
+    """The exit status of a process, None after the limit. Then kills it and all that it has started: an engine's core
+    that its parent left behind would keep the device's memory."""
+    start, code = time.monotonic(), None
+    descendants: set[psutil.Process] = set()  # known by their start too, so that no other process of that id is killed
+    while code is None and time.monotonic() - start < limit_s:
+        with suppress(psutil.NoSuchProcess):
+            descendants |= set(psutil.Process(process.pid).children(recursive=True))
+        with suppress(subprocess.TimeoutExpired):
+            code = process.wait(0.5)
     process.kill()
     for descendant in descendants:
-        try:
+        with suppress(psutil.NoSuchProcess):
             descendant.kill()
-        except psutil.NoSuchProcess:
-            pass
     process.wait()
     psutil.wait_procs(descendants, timeout=10)
+    return code
 
 
 def check(result: Result, args: argparse.Namespace) -> None:
