@@ -162,7 +162,7 @@ def publications(copies: Copies, trainer: Trainer) -> None:
         copies.measure(f"{shared}, checksums", nbytes, lambda: push("shared_memory", True), floor=down)
         copies.measure(f"{shared}, no checksums", nbytes, lambda: push("shared_memory", False), floor=down)
         copies.measure("publish in pieces (store)", nbytes, lambda: push("store", True), floor=down)
-        copies.result.note(published_sync_s=PUBLISHED_SYNC_S)
+        copies.result.note(published={"weight sync, seconds": PUBLISHED_SYNC_S})
     finally:
         exchange.close()
 

@@ -33,8 +33,6 @@ LIMIT_S, TINY_LIMIT_S = 120, 240
 ROUNDS = 2  # the first compiles, allocates and fills tables
 NUM_SCORED = 16  # completions that the trainer scores, at the lengths of the first shape one microbatch
 MAX_KL = 1e-3
-PUBLISHED_TOKENS_PER_S = 12_100
-"""Of Qwen3-0.6B decoding on one H100 at 512 tokens in and 128 out."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +49,8 @@ class Shape:
 
 
 SHAPES = [Shape(64, 512, 128), Shape(256, 16, 256)]
+PUBLISHED = {f"tokens_per_s, {SHAPES[0].name}": 12_100}
+"""Of Qwen3-0.6B decoding on one H100."""
 TINY_SHAPES = [Shape(4, 16, 4), Shape(8, 4, 8)]
 
 
@@ -258,6 +258,7 @@ def in_process(rung: Rung, model_dir: Path, file: Path, limit_s: float, tiny: bo
     """The result of a rung in a process of its own, which ends, with what it has started, by the limit."""
     command = [sys.executable, "-m", "scripts.gpu_checks.engine_ladder", "--rung", rung.name]
     command += ["--model-dir", str(model_dir), "--result", str(file), *["--tiny"] * tiny]
+    file.unlink(missing_ok=True)
     start = time.monotonic()
     code = wait_for(subprocess.Popen(command), limit_s)
     written: dict[str, Any] = {"status": "crashed", "values": {}, "problems": []}
@@ -299,7 +300,7 @@ def check(result: Result, args: argparse.Namespace) -> None:
         return
     start, rows = time.monotonic(), []
     rungs = [rung for rung in RUNGS if rung.tiny or not args.tiny]
-    result.note(rungs=rows, not_measured=[rung.name for rung in rungs], published_tokens_per_s=PUBLISHED_TOKENS_PER_S)
+    result.note(rungs=rows, not_measured=[rung.name for rung in rungs], published=PUBLISHED)
     with tempfile.TemporaryDirectory(prefix="torchtitan-rl-") as directory:
         model_dir, scorer = weights_dir(Path(directory) / "model", args.tiny), None
         for number, rung in enumerate(rungs, start=1):
@@ -307,7 +308,7 @@ def check(result: Result, args: argparse.Namespace) -> None:
             if left <= 0:
                 break
             limit_s = TINY_LIMIT_S if args.tiny else LIMIT_S
-            written = in_process(rung, model_dir, Path(directory) / f"{rung.name}.json", limit_s, args.tiny)
+            written = in_process(rung, model_dir, result.part(rung.name), limit_s, args.tiny)
             for problem in written["problems"]:
                 result.require(False, f"{rung.name}: {problem}")
             values = {"rung": rung.name, **written["values"]}

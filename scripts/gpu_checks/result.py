@@ -31,6 +31,10 @@ class Result:
         place.mkdir(exist_ok=True)
         return f"{tempfile.mkdtemp(prefix=f'{self._path.stem}-', dir=place)}/run"
 
+    def part(self, name: str) -> Path:
+        """The result file of a part of this check that is a process of its own. It stays, whoever is killed first."""
+        return self._path.with_name(f"{self._path.stem}.{name}.json")
+
     def note(self, **values: Any) -> None:
         """Adds findings by name: numbers, texts, or lists of them."""
         self.values |= values
@@ -62,7 +66,7 @@ class Result:
         return self.status == "passed"
 
     def _write(self) -> None:
-        new = self._path.with_suffix(".new")
+        new = self._path.with_name(f"{self._path.name}.new")
         new.write_text(json.dumps({"status": self.status, "values": self.values, "problems": self.problems}))
         new.rename(self._path)  # whoever reads never meets half a file
 
