@@ -44,9 +44,7 @@ def this_machine() -> Machine:
     if "torch" in installed:
         import torch
 
-        from torchtitan_rl import platform
-
-        num_gpus = torch.cuda.device_count() if platform.device_type() == "cuda" else 0
+        num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = next((gpu["name"] for gpu in gpus()), "GPU") if num_gpus else "cpu"
     return Machine(num_gpus=num_gpus, device=device, modules=installed)
 
@@ -103,7 +101,9 @@ def execute(check: Check, out: Path, tiny: bool) -> dict:
         )
     elif said["status"] == "running" or said["status"] == "passed" and code:
         said["status"] = "crashed"
-        said["problems"].append(f"exit status {code} without a result; see log/{check.name}.log")
+        lines = [line.strip() for line in log_file.read_text(errors="replace").splitlines() if line.strip()]
+        last_line = f", which ends: {lines[-1][:200]}" if lines else ""
+        said["problems"].append(f"exit status {code} without a result; see log/{check.name}.log{last_line}")
     return said | {"seconds": round(time.monotonic() - start, 1)}
 
 
@@ -123,9 +123,12 @@ def run(
     *,
     tiny: bool = False,
     again: bool = False,
+    budget_s: float = float("inf"),
     say: Callable[[str], None] = print,
 ) -> dict[str, dict]:
-    """Runs checks in order and keeps the books. Returns every result in `out`, those of earlier starts included."""
+    """Runs checks in order and keeps the books. Returns every result in `out`, those of earlier starts included. A
+    check that would begin more than `budget_s` after the first is left out; one that has begun has its own limit."""
+    start = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
     results = _read(out)
     tiny = tiny or machine.num_gpus == 0
@@ -135,7 +138,13 @@ def run(
         if not again and before.get("status") == "passed" and {key: before[key] for key in here} == here:
             say(f"{check.name}: passed before ({before['seconds']} s); --again runs it anew")
             continue
-        if reason := left_out(check, machine, tiny):
+        reason = left_out(check, machine, tiny)
+        if not reason and time.monotonic() - start > budget_s:
+            if before:  # of an earlier start, which knows more
+                say(f"{check.name}: budget; the earlier result stays")
+                continue
+            reason = "budget"
+        if reason:
             result = {"status": "skipped", "values": {}, "problems": [reason], "seconds": 0.0}
         else:
             say(f"{check.name}: {check.teaches} (at most {check.time_limit_s} s)")
@@ -197,14 +206,22 @@ def dry_run(checks: list[Check], machine: Machine, say: Callable[[str], None] = 
         elapsed += check.time_limit_s
         notes = [f"needs {check.needs}", f"{check.num_gpus} GPUs" if check.num_gpus != 1 else "1 GPU"]
         if check.config is not None and "torchtitan" in machine.modules:
-            _validate(check.config())
-            notes.append("config valid")
+            notes.append(_validated(check.config))
         if reason := left_out(check, machine, machine.num_gpus == 0):
             notes.append(f"left out here: {reason}")
         say(
             f"{number:>2}. {check.name:<23} {check.time_limit_s:>3} s, {elapsed / 60:4.1f} min in all: "
             f"{check.teaches} ({'; '.join(notes)})"
         )
+
+
+def _validated(config: Callable[[], Any]) -> str:
+    """What the dry run says of a config that is valid, or that parts of the stack do not suffice to make or to read."""
+    try:
+        _validate(config())
+    except ImportError as error:
+        return f"config not validated: {error.name or error} does not import"
+    return "config valid"
 
 
 def _validate(config) -> None:
@@ -233,6 +250,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dry-run", action="store_true", help="list checks, validate their configs, start nothing")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu-battery", metavar="DIR", help="for results")
     parser.add_argument("--again", action="store_true", help="run what has passed before, too")
+    parser.add_argument(
+        "--budget-s", type=float, default=float("inf"), metavar="S", help="seconds after which no further check begins"
+    )
     parser.add_argument("--tiny", action="store_true", help="small shapes only, as on a machine without a GPU")
     args = parser.parse_args(argv)
     try:
@@ -241,7 +261,8 @@ def main(argv: list[str] | None = None) -> int:
         if args.dry_run:
             dry_run(checks, machine)
             return 0
-        results = run(checks, machine, args.out.absolute(), tiny=args.tiny, again=args.again or bool(args.only))
+        again = args.again or bool(args.only)
+        results = run(checks, machine, args.out.absolute(), tiny=args.tiny, again=again, budget_s=args.budget_s)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -14,7 +14,8 @@ stamp=$venv/.setup-stamp # line 1: fingerprint, line 2: the extras installed so 
 say() { printf 'setup: %s\n' "$*" >&2; }
 die() { say "$*"; exit 1; }
 
-has_nvidia_driver() { [[ -e /proc/driver/nvidia/version ]] || nvidia-smi -L >/dev/null 2>&1; }
+# A container may show the device alone, without /proc/driver and without nvidia-smi.
+has_nvidia_driver() { [[ -e /proc/driver/nvidia/version || -e /dev/nvidiactl ]] || nvidia-smi -L >/dev/null 2>&1; }
 
 # On a GPU Triton compiles C that includes Python.h while a run samples. Only a warning: an image may be built, or a
 # login node set up, where nothing compiles; `torchtitan-rl doctor` and `train` look again where the run is.

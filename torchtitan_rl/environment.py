@@ -47,8 +47,9 @@ TIMELINE = "TORCHTITAN_RL_TIMELINE"
 
 
 def has_nvidia_driver() -> bool:
-    """Whether this machine has NVIDIA's driver; the check does not start the driver."""
-    return Path("/proc/driver/nvidia/version").exists()
+    """Whether this machine has NVIDIA's driver; the check does not start the driver. A container may show the device
+    alone."""
+    return any(Path(sign).exists() for sign in ("/proc/driver/nvidia/version", "/dev/nvidiactl"))
 
 
 HOST_ADDRESS = "TORCHTITAN_RL_HOST_ADDRESS"

@@ -15,9 +15,11 @@ PARTS = {
     "nothing": ("torch",),
     "trainer": ("torch", "torchtitan"),
     "generator": ("torch", "torchtitan", "vllm"),
+    "one process": ("torch", "torchtitan", "vllm", "monarch"),
     "stack": ("torch", "torchtitan", "vllm", "monarch", "torchstore"),
 }
-"""Modules that a part of the whole is made of. A generator runs torchtitan's model, so it needs both."""
+"""Modules that a part of the whole is made of. A generator runs torchtitan's model, so it needs both. A run in
+one process starts no actor and no store; modules that it shares with other runs import Monarch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +60,19 @@ def _quickstart() -> RunConfig:
     return quickstart()
 
 
-def _run(variant: str, teaches: str, time_limit_s: int, config: Callable[[], RunConfig], *, tiny: bool = True) -> Check:
+def _run(
+    name: str,
+    variant: str,
+    teaches: str,
+    time_limit_s: int,
+    config: Callable[[], RunConfig],
+    *,
+    needs: str = "stack",
+    tiny: bool = True,
+) -> Check:
     command = _module("steps", "--variant", variant)
-    name = variant if variant == "quickstart" or variant.startswith("transport") else f"steps-{variant}"
     return Check(
-        name=name, teaches=teaches, needs="stack", time_limit_s=time_limit_s, command=command, tiny=tiny, config=config
+        name=name, teaches=teaches, needs=needs, time_limit_s=time_limit_s, command=command, tiny=tiny, config=config
     )
 
 
@@ -105,20 +115,85 @@ CHECKS = [
         tiny=True,
     ),
     Check(
+        name="trainer-steps",
+        teaches="tokens per second, MFU and peak memory of whole training steps at 0.6B, 1.7B and 4B, by layout",
+        needs="trainer",
+        time_limit_s=240,
+        command=_module("trainer_steps", "--budget-s", "150"),
+        tiny=True,
+    ),
+    Check(
+        name="engine-ladder",
+        teaches="0.6B: decoding from our engine without graphs to plain vLLM, and each against the trainer's forward",
+        needs="generator",
+        time_limit_s=600,
+        command=_module("engine_ladder", "--budget-s", "420"),
+        tiny=True,
+    ),
+    _run(
+        "steps-local-eager",
+        "local-eager",
+        "0.6B: steps of trainer and engine in one process, without actors",
+        210,
+        _steps("local-eager"),
+        needs="one process",
+    ),
+    _run(
+        "steps-local-graphs",
+        "local-graphs",
+        "0.6B: the same with CUDA graphs in decoding",
+        210,
+        _steps("local-graphs"),
+        needs="one process",
+    ),
+    _run(
+        "local-quickstart",
+        "local-quickstart",
+        "whether a run in one process learns what it learns on a CPU",
+        270,
+        _quickstart,
+        needs="one process",
+        tiny=False,
+    ),
+    _run(
+        "quickstart", "quickstart", "whether a whole run learns what it learns on a CPU", 270, _quickstart, tiny=False
+    ),
+    Check(
         name="tests-gpu",
         teaches="weights, versions, numbers, residency, LoRA and experts on one GPU",
         needs="stack",
         time_limit_s=480,
         command=_module("suite", "--marker", "gpu", "tests/gpu", "--ignore=tests/gpu/test_two_gpus.py"),
     ),
-    _run("quickstart", "whether a whole run learns what it learns on a CPU", 270, _quickstart, tiny=False),
     _run(
+        "steps-colocated-eager",
         "colocated-eager",
         "0.6B: what a step costs where trainer and generator take turns",
         240,
         _steps("colocated-eager"),
     ),
-    _run("colocated-graphs", "0.6B: what CUDA graphs save in decoding", 270, _steps("colocated-graphs")),
+    _run(
+        "steps-colocated-graphs",
+        "colocated-graphs",
+        "0.6B: what CUDA graphs save in decoding",
+        270,
+        _steps("colocated-graphs"),
+    ),
+    _run(
+        "steps-apart-eager",
+        "apart-eager",
+        "0.6B: steps with both on the device at once, or each on its own",
+        240,
+        _steps("apart-eager"),
+    ),
+    Check(
+        name="copies",
+        teaches="GB/s of pinning, copies, casts, checksums, publications and offloads, beside one flat copy",
+        needs="trainer",
+        time_limit_s=240,
+        command=_module("copies"),
+        tiny=True,
+    ),
     Check(
         name="integration",
         teaches="batches, turns, versions and failing replicas with CUDA processes",
@@ -126,14 +201,20 @@ CHECKS = [
         time_limit_s=600,
         command=_module("suite", *_INTEGRATION),
     ),
-    _run("apart-eager", "0.6B: steps with both on the device at once, or each on its own", 240, _steps("apart-eager")),
     _run(
+        "transport-shared-memory",
         "transport-shared-memory",
         "0.6B: seconds of a weight sync through shared memory",
         240,
         _steps("transport-shared-memory"),
     ),
-    _run("transport-store", "0.6B: seconds of a weight sync through the store", 240, _steps("transport-store")),
+    _run(
+        "transport-store",
+        "transport-store",
+        "0.6B: seconds of a weight sync through the store",
+        240,
+        _steps("transport-store"),
+    ),
     Check(
         name="logprob-chunk",
         teaches="seconds and peak memory of 16,384 tokens by trainer.logprob_chunk_mib = 128, 512, 2048",

@@ -18,13 +18,16 @@ __all__ = ["STEPS", "quickstart", "steps", "sized_model"]
 ROOT = Path(__file__).parents[2]
 
 STEPS: dict[str, dict] = {
+    "local-eager": dict(colocation="none", eager=True),
+    "local-graphs": dict(colocation="none", eager=False),
     "colocated-eager": dict(colocation="all", eager=True),
     "colocated-graphs": dict(colocation="all", eager=False),
     "apart-eager": dict(colocation="none", eager=True),
     "transport-shared-memory": dict(colocation="none", eager=True, transport="shared_memory", max_tokens=64),
     "transport-store": dict(colocation="none", eager=True, transport="store", max_tokens=64),
 }
-"""The variants of `steps`, by name. Roles apart share the device of a machine that has only one."""
+"""The variants of `steps`, by name. Roles apart share the device of a machine that has only one. Those whose names
+begin with `local` run in one process."""
 
 
 def quickstart() -> RunConfig:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torchtitan_rl.families import DecoderShape
+if TYPE_CHECKING:
+    from torchtitan_rl.families import DecoderShape
 
 __all__ = ["gpus", "process_memory", "PeakMemory", "peak_bf16_flops", "model_flops"]
 

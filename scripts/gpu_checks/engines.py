@@ -27,14 +27,15 @@ def untrained_dir(directory: Path, model: ModelConfig) -> Path:
 
 
 @contextmanager
-def started(config: GeneratorConfig, model_dir: Path) -> Iterator:
-    """An `engine.Engine` that is ready, with vLLM's random weights. One a process: vLLM has global state."""
+def started(config: GeneratorConfig, model_dir: Path, *, sleeps: bool = False) -> Iterator:
+    """An `engine.Engine` that is ready, with vLLM's random weights. One a process: vLLM has global state. `sleeps`: it
+    can give its device memory away."""
     prepare_environment()
     adapters.prepare_vllm(eager=config.is_eager)
     platform.local_device(0)
     from torchtitan_rl.engine.engine import Engine
 
-    engine = Engine(config, ModelConfig(assets=str(model_dir)), seed=0, rank=0)
+    engine = Engine(config, ModelConfig(assets=str(model_dir)), seed=0, rank=0, sleeps=sleeps)
     engine.start()
     engine.ready.result()
     try:

@@ -10,9 +10,11 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 __all__ = ["Result", "run_check"]
+
+_Finding = TypeVar("_Finding")
 
 
 class Result:
@@ -29,6 +31,10 @@ class Result:
         place.mkdir(exist_ok=True)
         return f"{tempfile.mkdtemp(prefix=f'{self._path.stem}-', dir=place)}/run"
 
+    def part(self, name: str) -> Path:
+        """The result file of a part of this check that is a process of its own. It stays, whoever is killed first."""
+        return self._path.with_name(f"{self._path.stem}.{name}.json")
+
     def note(self, **values: Any) -> None:
         """Adds findings by name: numbers, texts, or lists of them."""
         self.values |= values
@@ -40,6 +46,19 @@ class Result:
             self.problems.append(problem)
             self._write()
 
+    def attempt(self, name: str, measure: Callable[[], _Finding]) -> _Finding | None:
+        """What `measure` returns, or None where it raises: the check goes on, and has failed by this name. Only that
+        the device's memory does not suffice is a finding like another, under `out_of_memory`."""
+        try:
+            return measure()
+        except Exception as error:
+            traceback.print_exc()
+            if type(error).__name__ == "OutOfMemoryError":  # torch's, without importing torch
+                self.note(out_of_memory=[*self.values.get("out_of_memory", []), name])
+            else:
+                self.require(False, f"{name}: {_one_line(error)}")
+        return None
+
     def finish(self) -> bool:
         """Whether the check has passed."""
         self.status = "failed" if self.problems else "passed"
@@ -47,7 +66,7 @@ class Result:
         return self.status == "passed"
 
     def _write(self) -> None:
-        new = self._path.with_suffix(".new")
+        new = self._path.with_name(f"{self._path.name}.new")
         new.write_text(json.dumps({"status": self.status, "values": self.values, "problems": self.problems}))
         new.rename(self._path)  # whoever reads never meets half a file
 
@@ -65,8 +84,12 @@ def run_check(
         check(result, args)
     except Exception as error:
         traceback.print_exc()
-        result.require(False, " ".join(f"{type(error).__name__}: {error}".split())[:500])
+        result.require(False, _one_line(error))
     passed = result.finish()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0 if passed else 1)  # threads of engines and actors must not keep a finished check alive
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:500]

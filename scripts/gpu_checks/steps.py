@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
+import os
+from typing import TYPE_CHECKING
 
 from scripts.gpu_checks.configs import STEPS, quickstart, steps
 from scripts.gpu_checks.device import PeakMemory, gpus, model_flops, peak_bf16_flops
@@ -14,6 +16,12 @@ from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.families import DecoderShape
 from torchtitan_rl.model.shape import resolve_shape
 
+if TYPE_CHECKING:
+    from torchtitan_rl.train.controller import Controller
+
+WHOLE = ("quickstart", "local-quickstart")
+PUBLISHED = {"tokens_trained_per_s": 11_900, "tokens_generated_per_s": 12_100, "sync_s": 0.067}
+"""Of Qwen3-0.6B on one H100: full training at 16k tokens, decoding at 512 in and 128 out, a weight sync."""
 MAX_KL, MIN_ACCURACY = 1e-3, 0.95  # what docs/numerics.md and scripts/acceptance.sh promise on a CPU
 SHOWN = {
     "mismatch/kl": "mismatch/kl",
@@ -39,27 +47,30 @@ def costs(line: dict, shape: DecoderShape, device_name: str) -> dict[str, float]
     return {name: float(f"{value:.4g}") for name, value in found.items()}
 
 
-async def train(result: Result, config: RunConfig, *, whole: bool) -> list[dict]:
-    """The lines of the reinforcement phase. `whole`: with warm start, evaluations and checkpoint."""
+async def train(result: Result, config: RunConfig, *, whole: bool, local: bool) -> list[dict]:
+    """The lines of the reinforcement phase. `whole`: with warm start, evaluations and checkpoint. `local`: in this
+    process, without actors."""
     from torchtitan_rl.train.controller import Controller
 
     config.output_dir = result.run_directory()
+    lines: list[dict] = []
     with PeakMemory() as peak:
-        async with await Controller.launch(config) as controller:
-            replicas = {replica.mesh.role: replica.mesh for replica in controller.generator._replicas}
-            meshes = {role: client._mesh for role, client in controller.roles.items()} | replicas
-            pids = {role: (await mesh.call_each(WorkerProcess.pid))[0] for role, mesh in meshes.items()}
-            if whole:
-                report = await controller.train()
-                accuracies = {name: float(f"{found.accuracy:.4g}") for name, found in report.items()}
-                result.note(accuracies=accuracies)
-                result.require(
-                    accuracies["test"] >= MIN_ACCURACY,
-                    f"test accuracy={accuracies['test']}: is less than {MIN_ACCURACY}, reached on CPUs",
-                )
-            else:
-                await controller.reinforce()
-            lines = [line for line in controller.run_dir.read_metrics() if line["phase"] == "reinforcement"]
+        async with await Controller.launch(config, backend="local" if local else "actors") as controller:
+            pids = {"the one process": os.getpid()} if local else await _process_ids(controller)
+            try:
+                if whole:
+                    report = await controller.train()
+                    accuracies = {name: float(f"{found.accuracy:.4g}") for name, found in report.items()}
+                    result.note(accuracies=accuracies)
+                    result.require(
+                        accuracies["test"] >= MIN_ACCURACY,
+                        f"test accuracy={accuracies['test']}: is less than {MIN_ACCURACY}, reached on CPUs",
+                    )
+                else:
+                    await controller.reinforce()
+            finally:  # a run that fails at its last step has measured those before
+                lines += [line for line in controller.run_dir.read_metrics() if line["phase"] == "reinforcement"]
+                _note_costs(result, config, lines, whole=whole)
     if peak.device:
         result.note(
             peak_mib_device=peak.device,
@@ -68,17 +79,30 @@ async def train(result: Result, config: RunConfig, *, whole: bool) -> list[dict]
     return lines
 
 
+async def _process_ids(controller: Controller) -> dict[str, int]:
+    """The first process of every role, by role."""
+    replicas = {replica.mesh.role: replica.mesh for replica in controller.generator._replicas}
+    meshes = {role: client._mesh for role, client in controller.roles.items()} | replicas
+    return {role: (await mesh.call_each(WorkerProcess.pid))[0] for role, mesh in meshes.items()}
+
+
+def _note_costs(result: Result, config: RunConfig, lines: list[dict], *, whole: bool) -> None:
+    """Notes what every step took, or the first and the last of a whole run, beside what is published."""
+    device_name = next((gpu["name"] for gpu in gpus()), "")
+    shape = resolve_shape(config.model)
+    shown = [lines[0], lines[-1]] if whole and lines else lines
+    result.note(steps=[{"step": line["step"], **costs(line, shape, device_name)} for line in shown])
+    if not whole:
+        result.note(published=PUBLISHED)
+
+
 def check(result: Result, args: argparse.Namespace) -> None:
     """Runs a variant. Fails when generator and trainer disagree, a gradient is not finite, or nothing was learned."""
-    whole = args.variant == "quickstart"
+    whole, local = args.variant in WHOLE, args.variant.startswith("local")
     config = quickstart() if whole else steps(**STEPS[args.variant], tiny=args.tiny)
-    device_name = next((gpu["name"] for gpu in gpus()), "")
-    lines = asyncio.run(train(result, config, whole=whole))
+    lines = asyncio.run(train(result, config, whole=whole, local=local))
     wanted = config.controller.num_steps
     result.require(len(lines) == wanted, f"steps={len(lines)}: {wanted} were asked for")
-    shape = resolve_shape(config.model)
-    shown = lines if not whole else [lines[0], lines[-1]]
-    result.note(steps=[{"step": line["step"], **costs(line, shape, device_name)} for line in shown])
     largest = max(line["mismatch/kl"] for line in lines)
     result.note(mismatch_kl_max=float(f"{largest:.2e}"))
     result.require(
@@ -92,7 +116,7 @@ def check(result: Result, args: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=check.__doc__)
-    made.add_argument("--variant", choices=["quickstart", *STEPS], required=True)
+    made.add_argument("--variant", choices=[*WHOLE, *STEPS], required=True)
     return made
 
 

@@ -12,6 +12,8 @@ import pytest
 from scripts import gpu_battery
 from scripts.gpu_checks.catalogue import CHECKS, PARTS, Check
 from scripts.gpu_checks.device import model_flops, peak_bf16_flops
+from scripts.gpu_checks.engine_ladder import SHAPES, requests_of, wait_for
+from scripts.gpu_checks.result import Result
 from scripts.gpu_checks.runners import difference
 from tests.integration.helpers import gone
 from torchtitan_rl.config.model import Qwen3Shape
@@ -77,6 +79,15 @@ def test_a_config_that_a_run_would_refuse_ends_the_dry_run():
         gpu_battery.dry_run([made_up("broken", "", config=broken)], CPU)
 
 
+def test_a_dry_run_names_what_does_not_import(capsys):
+    def partial():
+        import pydantic_core_of_nobody  # noqa: F401
+
+    gpu_battery.dry_run([made_up("partial", "", config=partial), made_up("next", "")], CPU)
+    first, second = capsys.readouterr().out.splitlines()
+    assert "config not validated: pydantic_core_of_nobody does not import" in first and " 2. next" in second
+
+
 @pytest.mark.parametrize(
     "machine, tiny, left_out",
     [
@@ -126,6 +137,7 @@ def test_a_failure_a_hang_and_a_crash_do_not_stop_the_next(tmp_path):
     assert results["fails"]["problems"] == ["it is wrong"]
     assert results["hangs"]["values"]["answer"] == 42  # what a check found before it hung is kept
     assert 3 <= results["hangs"]["seconds"] < 30
+    assert results["crashes"]["problems"][0].endswith("see log/crashes.log, which ends: last words")
     assert "last words" in (tmp_path / "log" / "crashes.log").read_text()
     assert json.loads((tmp_path / "results.json").read_text()) == results
     table = (tmp_path / "table.md").read_text()
@@ -169,6 +181,49 @@ def test_a_second_start_goes_on_where_the_first_ended(tmp_path):
     assert json.loads((tmp_path / "out" / "results.json").read_text())["counts"]["device"] == ONE_GPU.device
 
 
+def test_no_check_begins_after_the_budget(tmp_path):
+    checks = [made_up("first", f"import time; time.sleep(1)\n{PASSES}"), made_up("second", PASSES)]
+
+    def statuses(budget_s: float) -> list[str]:
+        results = gpu_battery.run(checks, CPU, tmp_path, budget_s=budget_s, say=lambda line: None)
+        return [results[check.name]["status"] for check in checks]
+
+    assert statuses(0.5) == ["passed", "skipped"]
+    assert json.loads((tmp_path / "results.json").read_text())["second"]["problems"] == ["budget"]
+    assert statuses(60.0) == ["passed", "passed"]  # what was left out runs at the next start
+
+
+def test_a_measurement_that_fails_is_named_and_the_next_is_made(tmp_path):
+    class OutOfMemoryError(RuntimeError):
+        """As torch calls it."""
+
+    def raises(error: Exception):
+        raise error
+
+    result = Result(tmp_path / "result.json")
+    assert result.attempt("a", lambda: raises(ValueError("no such kernel"))) is None
+    assert result.attempt("b", lambda: raises(OutOfMemoryError("80 GiB"))) is None
+    assert result.attempt("c", lambda: 7) == 7
+    written = json.loads((tmp_path / "result.json").read_text())
+    assert written["problems"] == ["a: ValueError: no such kernel"]
+    assert written["values"]["out_of_memory"] == ["b"]  # an answer, no fault
+    assert not result.finish()
+
+
+async def test_what_a_rung_leaves_behind_ends_with_it():
+    leaves = "import os, subprocess, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(2)"
+    for last_words, limit_s, code in (("; os._exit(3)", 30, 3), ("; time.sleep(60)", 4, None)):
+        process = subprocess.Popen([sys.executable, "-c", leaves + last_words], stdout=subprocess.PIPE, text=True)
+        assert wait_for(process, limit_s) == code
+        await gone(int(process.stdout.readline()))
+
+
+def test_no_round_of_a_rung_has_a_prompt_of_another():
+    rounds = [requests_of(SHAPES[0], number, vocab_size=151_936) for number in range(2)]
+    prompts = {tuple(request.tokens) for requests in rounds for request in requests}
+    assert len(prompts) == 128 and all(len(prompt) == 512 for prompt in prompts)
+
+
 def test_a_check_that_does_not_exist_is_refused_with_the_nearest(capsys):
     assert gpu_battery.main(["--only", "quickstrat", "--dry-run"]) == 2
     assert "--only=quickstrat: there is no such check; did you mean quickstart?" in capsys.readouterr().err
@@ -176,7 +231,7 @@ def test_a_check_that_does_not_exist_is_refused_with_the_nearest(capsys):
 
 @pytest.mark.slow
 def test_checks_with_a_small_form_run_on_a_cpu(tmp_path):
-    names = ("environment", "attention-kernels", "logprob-chunk")
+    names = ("environment", "attention-kernels", "trainer-steps", "engine-ladder", "copies", "logprob-chunk")
     checks = [check for check in CHECKS if check.name in names]
     results = gpu_battery.run(checks, CPU, tmp_path, say=lambda line: None)
     assert {name: (r["status"], r["problems"]) for name, r in results.items()} == dict.fromkeys(names, ("passed", []))
@@ -186,6 +241,12 @@ def test_checks_with_a_small_form_run_on_a_cpu(tmp_path):
     assert errors.keys() == {"output", "query gradient", "key gradient", "value gradient"}
     assert all(0 < error < 1e-5 for error in errors.values())
     assert results["logprob-chunk"]["values"]["1 MiB"]["seconds"] > 0
+    rows = results["trainer-steps"]["values"]["rows"]
+    assert len({row["layout"] for row in rows}) == 3 and all(row["tokens_per_s"] > 0 for row in rows)
+    rungs = results["engine-ladder"]["values"]["rungs"]
+    assert [rung["rung"] for rung in rungs] == ["plain-vllm", "v1-eager", "sleeping-v1-eager"]
+    assert all(0 < rung["mismatch_kl"] < 1e-4 for rung in rungs)
+    assert all(row["gb_per_s"] > 0 for row in results["copies"]["values"]["copies"])
 
 
 def test_two_runners_are_compared_up_to_the_first_token_that_differs():
