@@ -130,6 +130,14 @@ CHECKS = [
         command=_module("engine_ladder", "--budget-s", "420"),
         tiny=True,
     ),
+    Check(
+        name="engine-versions",
+        teaches="0.6B: whether every token is labelled with the version that sampled it, with steps scheduled ahead",
+        needs="generator",
+        time_limit_s=150,
+        command=_module("versions"),
+        tiny=True,
+    ),
     _run(
         "steps-local-eager",
         "local-eager",
@@ -185,6 +193,13 @@ CHECKS = [
         "0.6B: steps with both on the device at once, or each on its own",
         240,
         _steps("apart-eager"),
+    ),
+    _run(
+        "steps-apart-ahead",
+        "apart-ahead",
+        "0.6B: the same with CUDA graphs and asynchronous scheduling",
+        240,
+        _steps("apart-ahead"),
     ),
     Check(
         name="copies",

@@ -6,6 +6,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from torchtitan_rl import platform
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.config.load import load_config
 from torchtitan_rl.config.meshes import AdamWConfig, GeneratorConfig, TrainerConfig
@@ -23,6 +24,7 @@ STEPS: dict[str, dict] = {
     "colocated-eager": dict(colocation="all", eager=True),
     "colocated-graphs": dict(colocation="all", eager=False),
     "apart-eager": dict(colocation="none", eager=True),
+    "apart-ahead": dict(colocation="none", eager=False, ahead=True),
     "transport-shared-memory": dict(colocation="none", eager=True, transport="shared_memory", max_tokens=64),
     "transport-store": dict(colocation="none", eager=True, transport="store", max_tokens=64),
 }
@@ -51,9 +53,16 @@ def chance(task, completions: list[str]) -> list[float]:
 
 
 def steps(
-    *, colocation: Any, eager: bool, transport: Any = "auto", max_tokens: int = 512, tiny: bool = False
+    *,
+    colocation: Any,
+    eager: bool,
+    ahead: bool = False,
+    transport: Any = "auto",
+    max_tokens: int = 512,
+    tiny: bool = False,
 ) -> RunConfig:
-    """Three steps of 256 completions. Random weights rarely end a completion: nearly all have `max_tokens` tokens."""
+    """Three steps of 256 completions. Random weights rarely end a completion: nearly all have `max_tokens` tokens.
+    `ahead`: with asynchronous scheduling, where there is a GPU."""
     if tiny:
         max_tokens = 16
     config = RunConfig(
@@ -68,7 +77,11 @@ def steps(
         ),
         # 256 sequences of 528 tokens at 112 KiB a token (28 layers, 8 heads of 128, keys and values) are 14.4 GiB.
         generator=GeneratorConfig(
-            dtype="bfloat16", max_model_len=1024, kv_cache_gib=0.25 if tiny else 16.0, enforce_eager=eager
+            dtype="bfloat16",
+            max_model_len=1024,
+            kv_cache_gib=0.25 if tiny else 16.0,
+            enforce_eager=eager,
+            async_scheduling=ahead and platform.device_type() == "cuda",
         ),
     )
     config.trainer.training.mixed_precision_param = "bfloat16"

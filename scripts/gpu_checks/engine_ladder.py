@@ -65,12 +65,15 @@ class Rung:
     plain: bool = False
     """vLLM's own `LLM` with its defaults, in place of our engine."""
     sleeps: bool = False
+    ahead: bool = False
+    """With asynchronous scheduling."""
     tiny: bool = False
     """Runs on a CPU too."""
 
 
 # The most instructive first, in case the time does not suffice for all.
 RUNGS = [
+    Rung("v2-graphs-ahead", "v2", ahead=True),
     Rung("v2-graphs", "v2"),
     Rung("plain-vllm", plain=True, tiny=True),
     Rung("v2-eager", "v2", eager=True),
@@ -102,6 +105,7 @@ def generator(rung: Rung, tiny: bool) -> GeneratorConfig:
         enforce_eager=rung.eager,
         model_impl=rung.model_impl,
         model_runner=rung.model_runner,
+        async_scheduling=rung.ahead,
     )
 
 

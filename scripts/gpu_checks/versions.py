@@ -62,7 +62,9 @@ def check(result: Result, args: argparse.Namespace) -> None:
         for t, (logprob, version) in enumerate(zip(completion.logprobs, completion.policy_versions, strict=True)):
             differences.append(abs(logprob - float(scored[version % 2][i][first + t])))
             apart.append(abs(logprob - float(scored[1 - version % 2][i][first + t])))
-    result.note(difference_max=round(max(differences), 4), difference_to_the_other_mean=round(sum(apart) / len(apart), 3))
+    result.note(
+        difference_max=round(max(differences), 4), difference_to_the_other_mean=round(sum(apart) / len(apart), 3)
+    )
     wrong = sum(difference > MAX_DIFFERENCE for difference in differences)
     result.require(wrong == 0, f"{wrong} of {len(differences)} tokens: are not of the version of their label")
 
