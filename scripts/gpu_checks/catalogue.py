@@ -136,7 +136,7 @@ CHECKS = [
     _run("transport-store", "0.6B: seconds of a weight sync through the store", 240, _steps("transport-store")),
     Check(
         name="logprob-chunk",
-        teaches="seconds and peak memory of 16,384 tokens by trainer.logprob_chunk_mib = 128, 512, 2048",
+        teaches="seconds and peak memory of 16,384 tokens by trainer.logprob_chunk_mib and trainer.logprob_kernels",
         needs="trainer",
         time_limit_s=300,
         command=_module("logprob_chunk"),

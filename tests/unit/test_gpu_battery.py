@@ -185,7 +185,13 @@ def test_checks_with_a_small_form_run_on_a_cpu(tmp_path):
     errors = results["attention-kernels"]["values"]["sdpa, float32, head size 128"]
     assert errors.keys() == {"output", "query gradient", "key gradient", "value gradient"}
     assert all(0 < error < 1e-5 for error in errors.values())
-    assert results["logprob-chunk"]["values"]["1 MiB"]["seconds"] > 0
+    rows = results["logprob-chunk"]["values"]
+    assert rows.keys() == {"product_tflops"} | {
+        f"{part}, {size} MiB, plain" for part in ("head", "model") for size in (1, 2)
+    }
+    for part in ("head", "model"):
+        row = rows[f"{part}, 2 MiB, plain"]
+        assert row["head"] == "plain" and row["seconds"] > 0 and row["gradient_norm"] > 0
 
 
 def test_two_runners_are_compared_up_to_the_first_token_that_differs():
