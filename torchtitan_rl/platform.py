@@ -28,6 +28,7 @@ __all__ = [
     "missing_grouped_mm",
     "experts_ask_the_host",
     "logprob_chunk_bytes",
+    "has_logprob_kernels",
     "adapt_parallel_model",
     "set_threads",
     "in_threads",
@@ -154,6 +155,12 @@ def logprob_chunk_bytes(mib: int, device: str | None = None) -> int:
     """Bytes of float32 logits in one chunk for a `logprob_chunk_mib`; 0 MiB stands for the default of `device`
     (`"cpu"` or `"cuda"`; None: this machine's device)."""
     return (mib or (512 if (device or device_type()) == "cuda" else 128)) * 2**20
+
+
+def has_logprob_kernels(hidden: torch.Tensor) -> bool:
+    """Whether Triton kernels compute the log-probabilities of these hidden states. They compute in float32, so hidden
+    states in float64 are left to torch's operators, as is everything on a CPU."""
+    return hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16, torch.float32)
 
 
 def num_cores() -> int:

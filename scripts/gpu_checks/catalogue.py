@@ -232,7 +232,7 @@ CHECKS = [
     ),
     Check(
         name="logprob-chunk",
-        teaches="seconds and peak memory of 16,384 tokens by trainer.logprob_chunk_mib = 128, 512, 2048",
+        teaches="seconds and peak memory of 16,384 tokens by trainer.logprob_chunk_mib and trainer.logprob_kernels",
         needs="trainer",
         time_limit_s=300,
         command=_module("logprob_chunk"),

@@ -71,7 +71,7 @@ def test_the_command_lists_every_check_and_validates_its_config():
 
 def test_a_config_that_a_run_would_refuse_ends_the_dry_run():
     def broken():
-        config = CHECKS[4].config()
+        config = next(check for check in CHECKS if check.config is not None).config()
         config.generator.max_model_len = 8
         return config
 
@@ -240,13 +240,19 @@ def test_checks_with_a_small_form_run_on_a_cpu(tmp_path):
     errors = results["attention-kernels"]["values"]["sdpa, float32, head size 128"]
     assert errors.keys() == {"output", "query gradient", "key gradient", "value gradient"}
     assert all(0 < error < 1e-5 for error in errors.values())
-    assert results["logprob-chunk"]["values"]["1 MiB"]["seconds"] > 0
     rows = results["trainer-steps"]["values"]["rows"]
     assert len({row["layout"] for row in rows}) == 3 and all(row["tokens_per_s"] > 0 for row in rows)
     rungs = results["engine-ladder"]["values"]["rungs"]
     assert [rung["rung"] for rung in rungs] == ["plain-vllm", "v1-eager", "sleeping-v1-eager"]
     assert all(0 < rung["mismatch_kl"] < 1e-4 for rung in rungs)
     assert all(row["gb_per_s"] > 0 for row in results["copies"]["values"]["copies"])
+    chunks = results["logprob-chunk"]["values"]
+    assert chunks.keys() == {"product_tflops"} | {
+        f"{part}, {size} MiB, plain" for part in ("head", "model") for size in (1, 2)
+    }
+    for part in ("head", "model"):
+        row = chunks[f"{part}, 2 MiB, plain"]
+        assert row["head"] == "plain" and row["seconds"] > 0 and row["gradient_norm"] > 0
 
 
 def test_two_runners_are_compared_up_to_the_first_token_that_differs():

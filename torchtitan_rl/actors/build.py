@@ -81,6 +81,7 @@ def cut_model(
         SimpleNamespace(parallelism=config.parallelism),
         attention=attention or platform.attention_backend(config.training.mixed_precision_param),
         chunk_bytes=chunk_bytes or platform.logprob_chunk_bytes(config.logprob_chunk_mib),
+        kernels=config.logprob_kernels == "auto",
     )
     if config.training.seq_len:  # no datum is longer
         spec = with_positions(spec, config.training.seq_len)

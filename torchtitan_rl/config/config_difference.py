@@ -22,7 +22,7 @@ _HARMLESS = (
         for trainer in ("trainer", "roles.critic.trainer", "roles.reference.trainer", "roles.teacher.trainer")
         for part in (
             *("parallelism.", "num_hosts", "num_threads", "max_tokens_per_microbatch", "logprob_chunk_mib"),
-            *("activation_checkpoint", "shared_prefix", "compile.", "comm."),
+            *("activation_checkpoint", "shared_prefix", "logprob_kernels", "compile.", "comm."),
             *(
                 "optimizer.lr",
                 "optimizer.betas",

@@ -136,6 +136,10 @@ class TrainerConfig:
     """Size of one chunk's float32 logits, in MiB per rank; log-probabilities are computed a chunk at a time. 0: 128 on
     a CPU, 512 on CUDA. 512 is not measured: every chunk adds into the head's gradient (622 MB at a vocabulary of
     151,936 and a hidden size of 1,024), so small chunks move that memory often."""
+    logprob_kernels: Literal["auto", "off"] = "auto"
+    """`auto` computes log-probabilities and their gradients by Triton kernels on CUDA, which read and write a chunk's
+    logits three times where torch's operators do so some twenty times; `off` uses torch's operators, as a CPU always
+    does. Outputs and gradients are the same up to rounding. No GPU has run the kernels yet."""
     num_threads: Annotated[int, Ge(0), Hint("use 0 to share the cores among the ranks")] = 0
     """CPU threads per rank; 0: a host's cores, divided by the trainer's ranks on that host."""
     converters: list = field(default_factory=list)

@@ -45,16 +45,18 @@ class LogprobHead(Linear):
     class Config(Linear.Config):
         chunk_bytes: int = 128 * 2**20
         """Memory that the float32 logits of one chunk may take; a chunk has at least one token."""
+        kernels: bool = True
+        """Kernels compute the log-probabilities where the device has some; False: torch's operators everywhere."""
 
     def __init__(self, config: Config):
         super().__init__(config)
-        self.chunk_bytes = config.chunk_bytes
+        self.chunk_bytes, self.kernels = config.chunk_bytes, config.kernels
         self.teacher_weight_VD: torch.Tensor | None = None
         self._score: Callable[..., dict[str, torch.Tensor]] | None = None
 
     def target(self, targets: torch.Tensor, temperature: float) -> None:
         """Sets the targets (T,) or (T, K) of the next forward; the decoder's forward has no argument for targets."""
-        self._score = partial(target_scores, targets=targets, temperature=temperature)
+        self._score = partial(target_scores, targets=targets, temperature=temperature, kernels=self.kernels)
 
     def hold_teacher(self, weight: torch.Tensor, rank: int, size: int) -> None:
         """Keeps this tensor-parallel rank's slice of a teacher's whole head, (vocabulary, D), in the head's dtype.
@@ -136,7 +138,13 @@ class LogprobHead(Linear):
             outputs = dict(zip(names, scores))
         else:
             outputs = target_scores(
-                hidden_TD, weight_VD, targets, chunk_tokens=chunk_tokens, vocab_start=vocab_start, **softmax
+                hidden_TD,
+                weight_VD,
+                targets,
+                chunk_tokens=chunk_tokens,
+                vocab_start=vocab_start,
+                kernels=self.kernels,
+                **softmax,
             )
         if hidden:
             outputs["hidden"] = hidden_TD.detach()

@@ -4,20 +4,21 @@ At most `LogprobHead.Config.chunk_bytes` of float32 logits exist at once (and a 
 tensor parallelism each rank holds a slice of the vocabulary and the softmax is vocabulary-parallel: two all-reduces, of
 one and of three numbers per token, instead of a gather of the logits.
 
+On CUDA `chunked_logprobs` leaves the logits to the kernels of `logprob_kernels.py`, which pass over them fewer times.
+
 Shape letters: T tokens, t tokens of a chunk, V rows of the vocabulary that this rank holds, D hidden size, K targets of
 a token (one, unless a distillation asks for several).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 
-from torchtitan_rl import adapters
+from torchtitan_rl import adapters, platform
+from torchtitan_rl.model.head_gradients import chunked_gradients
 
-__all__ = ["chunked_gradients", "chunked_logprobs", "scaled_logits", "score_chunk", "target_scores"]
+__all__ = ["chunked_logprobs", "scaled_logits", "score_chunk", "target_scores"]
 
 adapters.adapt_torchtitan()
 
@@ -53,29 +54,6 @@ def _rows_of_shard(targets_tK: torch.Tensor, num_rows: int, vocab_start: int) ->
     this shard."""
     local = targets_tK - vocab_start
     return local.clamp(0, num_rows - 1), (local >= 0) & (local < num_rows)
-
-
-def chunked_gradients(ctx, hidden_TD, weight_VD, dtype, grad_logits: Callable[[slice], torch.Tensor]):
-    """Gradients of hidden states and head, chunk by chunk; `grad_logits(rows)` is the gradient of the scaled logits.
-
-    `ctx` is the context of an autograd function whose first two inputs are hidden states and head; `ctx.chunk_tokens`
-    and `ctx.temperature` are set. Chunks of the head's gradient are summed in `dtype`.
-    """
-    # A frozen head (LoRA) wants no gradient, which would cost a third of this pass and the memory of the head.
-    wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-    grad_hidden = torch.empty_like(hidden_TD) if wants_hidden else None
-    grad_weight = torch.zeros(weight_VD.shape, dtype=dtype, device=weight_VD.device) if wants_weight else None
-    for start in range(0, len(hidden_TD), ctx.chunk_tokens):
-        rows = slice(start, start + ctx.chunk_tokens)
-        hidden = hidden_TD[rows]
-        grad = grad_logits(rows).div_(ctx.temperature).to(hidden.dtype)
-        if wants_hidden:
-            torch.mm(grad, weight_VD, out=grad_hidden[rows])
-        if wants_weight and grad_weight.dtype == grad.dtype:
-            grad_weight.addmm_(grad.T, hidden)
-        elif wants_weight:  # bfloat16 products, summed over chunks in float32
-            grad_weight += grad.T @ hidden
-    return grad_hidden, grad_weight.to(weight_VD.dtype) if wants_weight else None
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -114,7 +92,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             else:
                 _add_entropy(grad, entropy_T[rows, None], grad_entropy_T[rows, None], total[:, None])
             slots, mine = _rows_of_shard(targets_TK[rows], len(weight_VD), ctx.vocab_start)
-            return grad.scatter_add_(1, slots, grad_logprobs * mine)
+            return grad.scatter_add_(1, slots, grad_logprobs * mine).div_(ctx.temperature).to(hidden_TD.dtype)
 
         return *chunked_gradients(ctx, hidden_TD, weight_VD, lse_T.dtype, grad_logits), None, None, None, None, None
 
@@ -134,6 +112,7 @@ def chunked_logprobs(
     chunk_tokens: int,
     vocab_start: int = 0,
     group: dist.ProcessGroup | None = None,
+    kernels: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of each target, (T,) or (T, K) as the targets are, and entropy of each distribution, (T,), at
     least float32.
@@ -141,8 +120,14 @@ def chunked_logprobs(
     Differentiable in `hidden_TD` and `weight_VD`. With `group`, `weight_VD` is this rank's rows of the
     vocabulary starting at `vocab_start`; results are then equal on all ranks of the group, and the
     gradient of `hidden_TD` is this rank's share (the ranks' shares sum to the whole).
+    `kernels=False` computes with torch's operators alone, on every device.
     """
-    logprobs_TK, entropy_T = _ChunkedLogprobs.apply(
+    function: type[torch.autograd.Function] = _ChunkedLogprobs
+    if kernels and platform.has_logprob_kernels(hidden_TD):
+        from torchtitan_rl.model.logprob_kernels import KernelLogprobs  # imports Triton
+
+        function = KernelLogprobs
+    logprobs_TK, entropy_T = function.apply(
         hidden_TD, weight_VD, targets.reshape(len(targets), -1), temperature, chunk_tokens, vocab_start, group
     )
     return logprobs_TK.view(targets.shape), entropy_T

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from torchtitan_rl.model.logprobs import chunked_gradients, scaled_logits, score_chunk
+from torchtitan_rl.model.head_gradients import chunked_gradients
+from torchtitan_rl.model.logprobs import scaled_logits, score_chunk
 
 __all__ = ["chunked_kl", "chunked_top_k"]
 
@@ -108,7 +109,8 @@ class _ChunkedKL(torch.autograd.Function):
             logq = scaled_logits(teacher_hidden_TD[rows], teacher_weight_VD, ctx.temperature)
             grad = logq.sub_(teacher_lse_T[rows, None])
             grad.neg_().add_(logp).sub_(kl_T[rows, None])
-            return grad.mul_(logp.exp_()).mul_(grad_kl_T[rows, None])
+            grad.mul_(logp.exp_()).mul_(grad_kl_T[rows, None])
+            return grad.div_(ctx.temperature).to(hidden_TD.dtype)
 
         return *chunked_gradients(ctx, hidden_TD, weight_VD, kl_T.dtype, grad_logits), None, None, None, None, None
 

@@ -51,10 +51,13 @@ def build_spec(config: ModelConfig) -> ModelSpec:
     return spec
 
 
-def training_spec(spec: ModelSpec, trainer_view, *, attention: str, chunk_bytes: int) -> ModelSpec:
+def training_spec(
+    spec: ModelSpec, trainer_view, *, attention: str, chunk_bytes: int, kernels: bool = True
+) -> ModelSpec:
     """A new spec to train from: sharding filled in, packed attention, and a head that returns log-probabilities.
 
     `trainer_view` is any object with a torchtitan `parallelism` config. `attention` is `"sdpa"` or `"varlen"`.
+    `chunk_bytes` and `kernels` are the head's (`LogprobHead.Config`).
     """
     model = copy.deepcopy(spec.model)
     model.update_from_config(config=trainer_view)
@@ -70,7 +73,7 @@ def training_spec(spec: ModelSpec, trainer_view, *, attention: str, chunk_bytes:
             in_dst_shardings=model.lm_head.sharding_config.in_dst_shardings,
         )
         return dataclasses.replace(spec, model=model)
-    head = _recast(model.lm_head, LogprobHead.Config, chunk_bytes=chunk_bytes)
+    head = _recast(model.lm_head, LogprobHead.Config, chunk_bytes=chunk_bytes, kernels=kernels)
     # The head's outputs are per-token numbers, equal on every TP rank, not vocabulary shards of logits.
     sharding = model.lm_head.sharding_config
     head.sharding_config = ShardingConfig(
