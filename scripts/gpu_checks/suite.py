@@ -29,7 +29,8 @@ class _Outcomes:
 def check(result: Result, args: argparse.Namespace) -> None:
     """Runs pytest in this process. Fails when a test does, when none passed, or when collecting them does."""
     outcomes = _Outcomes(result)
-    code = pytest.main([*args.pytest, "-p", "no:cacheprovider", "-q", "-m", args.marker], plugins=[outcomes])
+    left_out = [f"--ignore={path}" for path in args.ignore] + [f"--deselect={test}" for test in args.deselect]
+    code = pytest.main([*args.pytest, *left_out, "-p", "no:cacheprovider", "-q", "-m", args.marker], plugins=[outcomes])
     result.require(code in (0, 1), f"pytest={pytest.ExitCode(code).name}: see the log")
     result.require(outcomes.counts["passed"] > 0, f"tests={outcomes.counts}: none has passed")
 
@@ -37,5 +38,7 @@ def check(result: Result, args: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=check.__doc__)
     parser.add_argument("--marker", default="not slow", help="pytest's -m")
-    parser.add_argument("pytest", nargs="+", help="files, tests, and further arguments of pytest")
+    for option in ("--ignore", "--deselect"):
+        parser.add_argument(option, action="append", default=[], help=f"pytest's {option}; may be repeated")
+    parser.add_argument("pytest", nargs="+", help="files and tests")
     run_check(check, parser)
