@@ -32,6 +32,8 @@ def chunked_gradients(ctx, hidden_TD, weight_VD, dtype, grad_logits: Callable[[s
             torch.mm(grad, weight_VD, out=grad_hidden[rows])
         if wants_weight and grad_weight.dtype == grad.dtype:
             grad_weight.addmm_(grad.T, hidden)
+        elif wants_weight and grad.is_cuda:  # the product is added before it is rounded to bfloat16
+            torch.addmm(grad_weight, grad.T, hidden, out_dtype=dtype, out=grad_weight)
         elif wants_weight:  # bfloat16 products, summed over chunks in float32
             grad_weight += grad.T @ hidden
     return grad_hidden, grad_weight.to(weight_VD.dtype) if wants_weight else None
