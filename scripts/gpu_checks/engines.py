@@ -31,7 +31,7 @@ def started(config: GeneratorConfig, model_dir: Path, *, sleeps: bool = False) -
     """An `engine.Engine` that is ready, with vLLM's random weights. One a process: vLLM has global state. `sleeps`: it
     can give its device memory away."""
     prepare_environment()
-    adapters.prepare_vllm(eager=config.is_eager)
+    adapters.prepare_vllm(eager=config.compiles_nothing)
     platform.local_device(0)
     from torchtitan_rl.engine.engine import Engine
 

@@ -14,6 +14,7 @@ import torch
 
 from tests.integration.conftest import answers_of, small_config
 from tests.integration.helpers import gone
+from torchtitan_rl import platform
 from torchtitan_rl.actors.operations import GeneratorOperations, WorkerProcess
 from torchtitan_rl.types import Request, SamplingParams
 
@@ -76,7 +77,9 @@ def _sample(controller, requests):
 def _assert_the_same(completions, expected):
     assert [c.tokens for c in completions] == [c.tokens for c in expected]
     for completion, other in zip(completions, expected):
-        assert torch.allclose(torch.tensor(completion.logprobs), torch.tensor(other.logprobs), atol=1e-5)
+        # On a GPU vLLM's attention multiplies float32 in TF32: 3e-5 was seen between batches of two sizes.
+        bound = 1e-5 if platform.device_type() == "cpu" else 1e-3
+        assert torch.allclose(torch.tensor(completion.logprobs), torch.tensor(other.logprobs), atol=bound)
 
 
 async def _kill(controller, index):

@@ -48,7 +48,7 @@ class Generator(Actor):
         threads = self.config.num_threads or max(1, platform.num_cores() // world_size)
         prepare_process(self.role, rank, world_size, threads, self.log_dir)
         platform.local_device(int(os.environ.get("LOCAL_RANK", rank)))
-        adapters.prepare_vllm(eager=self.config.is_eager)
+        adapters.prepare_vllm(eager=self.config.compiles_nothing)
         with heavy_imports():
             from torchtitan_rl.actors.generator_rank import GeneratorRank
             from torchtitan_rl.weights.store import WeightStore

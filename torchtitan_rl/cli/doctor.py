@@ -42,8 +42,11 @@ def report() -> int:
             problems.append(f"{package}: is not installed; run scripts/setup.sh")
         elif expected and version.split("+")[0] != expected:
             problems.append(f"{package}={version}: this release is tested with {expected}; run scripts/setup.sh")
-    if importlib.util.find_spec("torchvision") and not torch.cuda.is_available():
+    has_torchvision = importlib.util.find_spec("torchvision") is not None
+    if has_torchvision and torch.version.cuda is None:
         problems.append("torchvision: beside a CPU build of torch it breaks vLLM; remove it")
+    if not has_torchvision and torch.cuda.is_available():
+        problems.append("torchvision: is not installed, and vLLM's start on a GPU imports it; run scripts/setup.sh")
     print(f"cores       {platform.num_cores()} of {os.cpu_count()}")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     print(f"memory      {memory / 2**30:.0f} GiB")

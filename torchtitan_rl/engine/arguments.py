@@ -9,6 +9,7 @@ from torchtitan_rl import platform
 from torchtitan_rl.config.meshes import GeneratorConfig
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.engine import vllm_model
+from torchtitan_rl.model.decoding import runs_eager, schedules_ahead
 from torchtitan_rl.model.shape import resolve_shape
 
 __all__ = ["engine_args"]
@@ -21,6 +22,7 @@ def engine_args(config: GeneratorConfig, model: ModelConfig, seed: int, *, sleep
     """vLLM's arguments for one rank. `model.assets` is a directory with a config.json and the tokenizer. `sleeps`: the
     engine shares devices with trainers."""
     shape = resolve_shape(model)
+    eager = runs_eager(config, shape)
     return EngineArgs(
         model=model.assets,
         additional_config=vllm_model.EngineShape(shape, record_routing=bool(config.record_routing)),
@@ -36,11 +38,11 @@ def engine_args(config: GeneratorConfig, model: ModelConfig, seed: int, *, sleep
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=max(config.max_num_batched_tokens, config.max_model_len),
         enable_chunked_prefill=platform.can_cut_prompts(),
-        async_scheduling=config.async_scheduling,
+        async_scheduling=schedules_ahead(config, shape),
         kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30),
         gpu_memory_utilization=0.1,  # bounds only the memory free at the start: kv_cache_memory_bytes sizes the cache
-        enforce_eager=config.is_eager,
-        compilation_config=_compilation(config),
+        enforce_eager=eager and not config.compile,
+        compilation_config=_compilation(config, eager),
         enable_sleep_mode=sleeps and platform.can_sleep(),
         # A state is of all tokens before it: vLLM could share states at the ends of blocks alone, and only where it may
         # cut prompts there.
@@ -53,8 +55,8 @@ def engine_args(config: GeneratorConfig, model: ModelConfig, seed: int, *, sleep
     )
 
 
-def _compilation(config: GeneratorConfig) -> dict[str, str]:
+def _compilation(config: GeneratorConfig, eager: bool) -> dict[str, str]:
     """What differs from vLLM's default, which compiles and captures unless `enforce_eager` forbids both."""
     if config.compile:
-        return {"cudagraph_mode": "NONE"} if config.enforce_eager else {}
-    return _CAPTURE_DECODING if config.model_impl == "torchtitan" and not config.enforce_eager else {}
+        return {"cudagraph_mode": "NONE"} if eager else {}
+    return _CAPTURE_DECODING if config.model_impl == "torchtitan" and not eager else {}

@@ -34,6 +34,7 @@ from torchtitan_rl.engine.command import Command
 from torchtitan_rl.engine.engine_requests import completion, engine_params, has_nan, scores
 from torchtitan_rl.engine.followed_schedule import FollowedSchedule
 from torchtitan_rl.engine.plan import whole_parameters
+from torchtitan_rl.model.decoding import schedules_ahead
 from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.model.spec import build_spec
 from torchtitan_rl.record.schedule import ScheduleFile, Schedules, digests, followed_entries
@@ -85,6 +86,7 @@ class Engine:
         and nothing."""
         self._config, self._model_config, self._seed, self._sleeps = config, model, seed, sleeps
         self._spec = build_spec(model)
+        self._schedules_ahead = schedules_ahead(config, resolve_shape(model))
         self._leads = rank == 0
         """Whether this rank is rank 0, which gets the requests."""
         self.parameter_specs = whole_parameters(self._spec, config.dtype)
@@ -344,7 +346,7 @@ class Engine:
 
     def _end_steps_in_flight(self) -> None:
         """Waits for the steps that the device still computes."""
-        if self._config.async_scheduling:
+        if self._schedules_ahead:
             self._finish_all(vllm_internals.drained(self._engine))
 
     def _finish_all(self, outputs: list[Any]) -> None:

@@ -178,7 +178,7 @@ class ActorLauncher:
             self._spares = Spares(
                 config.num_spares,
                 config.tensor_parallel_degree,
-                eager=config.is_eager,
+                eager=config.compiles_nothing,
                 spawn=self._spawn,
                 on_pids=self.pids.extend,
             )

@@ -82,7 +82,7 @@ class LocalLauncher:
             self._join(config.num_threads)
             platform.local_device(0)
             threads = platform.set_threads(config.num_threads)  # the engine's thread begins with this number
-            with _without_dynamo(eager=config.is_eager):
+            with _without_dynamo(eager=config.compiles_nothing):
                 with heavy_imports():
                     from torchtitan_rl.actors.generator_rank import GeneratorRank
 

@@ -17,6 +17,7 @@ from torchtitan_rl import platform
 from torchtitan_rl.config.meshes import GeneratorConfig, LoRAConfig, TrainerConfig
 from torchtitan_rl.config.run import COLOCATION, RunConfig
 from torchtitan_rl.families import DecoderShape
+from torchtitan_rl.model.decoding import runs_eager
 from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.model.shared_prefix import MAX_KEYS
 
@@ -268,11 +269,12 @@ def gpu_parts(
             at_once += sampling
             kv_cache = cache
     tensors = at_once + max(turns)
+    eager = runs_eager(config.generator, resolve_shape(config.model))
     return {
         "tensors": tensors,
         "fragmentation": int(FRAGMENTATION * (tensors - kv_cache)),
         "processes": PROCESS_BYTES * len(roles),
-        "cuda_graphs": 0 if config.generator.enforce_eager else GRAPHS_BYTES * len(generators),
+        "cuda_graphs": 0 if eager else GRAPHS_BYTES * len(generators),
     }
 
 

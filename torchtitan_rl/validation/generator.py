@@ -67,7 +67,7 @@ def check_engine(generator: GeneratorConfig, shape: DecoderShape) -> None:
         raise ValueError(f"generator.model_impl='vllm': {fault}; use 'torchtitan'")
     if generator.compile:
         _check_compiled(generator, shape)
-    if shape.state_sizes and generator.model_impl == "torchtitan" and not generator.enforce_eager:
+    if shape.state_sizes and generator.model_impl == "torchtitan" and generator.enforce_eager is False:
         raise ValueError(
             f"generator.enforce_eager=False: layers of a {shape.name} lay out each step's requests on the host, which "
             "a CUDA graph cannot capture; use True"
@@ -116,7 +116,7 @@ def _check_compiled(generator: GeneratorConfig, shape: DecoderShape) -> None:
 def check_generator_of_experts(config: RunConfig, shape: DecoderShape) -> None:
     """Raises ValueError for generators or adapters that do not work with a mixture of experts."""
     check_experts_kernel("generator.dtype", config.generator.dtype, config.generator.tensor_parallel_degree, shape)
-    if not config.generator.enforce_eager and platform.experts_ask_the_host(config.generator.dtype):
+    if config.generator.enforce_eager is False and platform.experts_ask_the_host(config.generator.dtype):
         raise ValueError(
             f"generator.enforce_eager=False: experts in {config.generator.dtype} are multiplied on this GPU with "
             "the host's help, which a CUDA graph cannot capture; use True"

@@ -31,7 +31,7 @@ def check_expert_routing(config: RunConfig, shape: DecoderShape) -> None:
             f"generator.model_runner={generator.model_runner!r}: is vLLM's second model runner, which does not say "
             f"where a request's tokens are, and {field}; use 'v1'"
         )
-    if not generator.enforce_eager:
+    if generator.enforce_eager is False:
         raise ValueError(
             f"generator.enforce_eager=False: routers that record in a CUDA graph are not tested, and {field}; use True"
         )

@@ -103,7 +103,7 @@ MODEL = ModelConfig(
 )
 
 
-def test_steps_are_not_scheduled_ahead_of_a_load():
+def test_on_a_cpu_steps_are_not_scheduled_ahead():
     assert engine_args(GeneratorConfig(), MODEL, seed=3).async_scheduling is False
 
 
@@ -112,9 +112,9 @@ def test_graphs_are_of_decoding_only_and_nothing_is_compiled():
     compilation = engine_args(GeneratorConfig(enforce_eager=False), MODEL, seed=3).compilation_config
     assert compilation.mode == CompilationMode.NONE
     assert compilation.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY
-    for default in (GeneratorConfig(), GeneratorConfig(model_impl="vllm", enforce_eager=False)):
+    for default, eager in ((GeneratorConfig(), True), (GeneratorConfig(model_impl="vllm", enforce_eager=False), False)):
         args = engine_args(default, MODEL, seed=3)
-        assert args.enforce_eager is default.enforce_eager and args.compilation_config.mode is None
+        assert args.enforce_eager is eager and args.compilation_config.mode is None
 
 
 def test_a_compiled_engine_captures_graphs_where_enforce_eager_does_not_forbid_it():

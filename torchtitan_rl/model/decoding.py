@@ -1,0 +1,36 @@
+"""How a generator's engine decodes where the config leaves it open: by CUDA graphs, and scheduled ahead of the device,
+on a GPU and for the models that were measured there (docs/gpu/h100.md)."""
+
+from __future__ import annotations
+
+from torchtitan_rl import platform
+from torchtitan_rl.config.meshes import GeneratorConfig
+from torchtitan_rl.families import DecoderShape
+
+__all__ = ["runs_eager", "schedules_ahead"]
+
+
+def runs_eager(generator: GeneratorConfig, shape: DecoderShape) -> bool:
+    """Whether the engine launches every operator by itself, `generator.enforce_eager`."""
+    if generator.enforce_eager is not None:
+        return generator.enforce_eager
+    return not _is_measured(generator, shape)
+
+
+def schedules_ahead(generator: GeneratorConfig, shape: DecoderShape) -> bool:
+    """Whether the engine schedules a step while the device computes the one before, `generator.async_scheduling`."""
+    if generator.async_scheduling is not None:
+        return generator.async_scheduling
+    return _is_measured(generator, shape) and generator.model_runner != "v1"
+
+
+def _is_measured(generator: GeneratorConfig, shape: DecoderShape) -> bool:
+    """Whether this is a kind of engine that has decoded by graphs and ahead on a GPU, with the right tokens."""
+    return (
+        platform.device_type() == "cuda"
+        and generator.model_impl == "torchtitan"
+        and generator.tensor_parallel_degree == 1
+        and not generator.record_routing
+        and shape.experts is None
+        and not shape.state_sizes
+    )
