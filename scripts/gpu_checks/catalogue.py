@@ -15,11 +15,10 @@ PARTS = {
     "nothing": ("torch",),
     "trainer": ("torch", "torchtitan"),
     "generator": ("torch", "torchtitan", "vllm"),
-    "one process": ("torch", "torchtitan", "vllm", "monarch"),
     "stack": ("torch", "torchtitan", "vllm", "monarch", "torchstore"),
 }
-"""Modules that a part of the whole is made of. A generator runs torchtitan's model, so it needs both. A run in
-one process starts no actor and no store; modules that it shares with other runs import Monarch."""
+"""Modules that a part of the whole is made of. A generator runs torchtitan's model, so it needs both, and a
+run in one process needs no more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +143,7 @@ CHECKS = [
         "0.6B: steps of trainer and engine in one process, without actors",
         210,
         _steps("local-eager"),
-        needs="one process",
+        needs="generator",
     ),
     _run(
         "steps-local-graphs",
@@ -152,7 +151,7 @@ CHECKS = [
         "0.6B: the same with CUDA graphs in decoding",
         210,
         _steps("local-graphs"),
-        needs="one process",
+        needs="generator",
     ),
     _run(
         "local-quickstart",
@@ -160,7 +159,7 @@ CHECKS = [
         "whether a run in one process learns what it learns on a CPU",
         270,
         _quickstart,
-        needs="one process",
+        needs="generator",
         tiny=False,
     ),
     _run(

@@ -5,6 +5,8 @@ service, which is a server of this package.
 """
 
 import asyncio
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -306,3 +308,27 @@ def test_a_second_local_run_in_the_process_is_refused_while_the_first_is_open(lo
     with pytest.raises(RuntimeError, match="backend='local': this process has a torch.distributed process group"):
         loop.run_until_complete(Controller.launch(small_config(tmp_path / "second"), backend="local"))
     assert len(loop.run_until_complete(local.generator.score(PROMPT))) == 4, "the first goes on"
+
+
+WITHOUT_ACTORS = """
+import sys
+
+class Refusal:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("monarch", "torchstore"):
+            raise ModuleNotFoundError(f"{name}: is not installed")
+
+sys.meta_path.insert(0, Refusal())
+from torchtitan_rl.cli.main import main
+sys.exit(main())
+"""
+
+
+def test_a_run_in_one_process_needs_neither_monarch_nor_torchstore(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(WITHOUT_ACTORS)
+    arguments = "train configs/quickstart.py --backend local --controller.num_steps 1 --supervised.num_steps 1"
+    command = [sys.executable, program, *arguments.split(), "--output_dir", tmp_path / "run"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "reinforcement: 1/1 done" in done.stdout + done.stderr

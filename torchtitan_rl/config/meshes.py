@@ -134,7 +134,7 @@ class TrainerConfig:
     computed whole. The metric `prompt/repeated_frac` says how much there is to save."""
     logprob_chunk_mib: Annotated[int, Ge(0), Hint("use 0 for the device's own size")] = 0
     """Size of one chunk's float32 logits, in MiB per rank; log-probabilities are computed a chunk at a time. 0: 128 on
-    a CPU, 512 on CUDA. 512 is not measured: every chunk adds into the head's gradient (622 MB at a vocabulary of
+    a CPU, 512 on CUDA. Every chunk adds into the head's gradient (622 MB at a vocabulary of
     151,936 and a hidden size of 1,024), so small chunks move that memory often."""
     logprob_kernels: Literal["auto", "off"] = "auto"
     """`auto` computes log-probabilities and their gradients by Triton kernels on CUDA, which read and write a chunk's

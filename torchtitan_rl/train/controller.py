@@ -20,7 +20,6 @@ from torchtitan_rl.algorithm.inputs import minibatches
 from torchtitan_rl.config.run import RunConfig, Split
 from torchtitan_rl.dispatch.policy_weights import PolicyWeights
 from torchtitan_rl.dispatch.training_client import TrainingClient
-from torchtitan_rl.launch.attach import Hosts
 from torchtitan_rl.launch.backend import Stack
 from torchtitan_rl.launch.choice import backend_of
 from torchtitan_rl.mismatch.explainer import MismatchExplainer
@@ -77,6 +76,7 @@ from torchtitan_rl.validation.run import validate
 from torchtitan_rl.weights import checkpoint
 
 if TYPE_CHECKING:
+    from torchtitan_rl.launch.attach import Hosts
     from torchtitan_rl.serve.gateway import Gateway
 
 __all__ = ["Controller"]
