@@ -15,8 +15,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +64,10 @@ def left_out(check: Check, machine: Machine, tiny: bool) -> str:
     return f"needs {check.num_gpus} GPUs, there is {machine.num_gpus}"
 
 
-def execute(check: Check, out: Path, tiny: bool) -> dict:
-    """Runs one check to its end or its time limit. A crash or a hang is an answer too."""
+def execute(check: Check, out: Path, tiny: bool, running: set[subprocess.Popen] | None = None) -> dict:
+    """Runs one check to its end or its time limit. A crash or a hang is an answer too. `running`: has the check's
+    process as long as it runs; None: nobody asks."""
+    running = set() if running is None else running
     result_file, log_file = (out / part / f"{check.name}.{part}" for part in ("json", "log"))
     for file in (result_file, log_file):
         file.parent.mkdir(exist_ok=True)
@@ -72,6 +76,8 @@ def execute(check: Check, out: Path, tiny: bool) -> dict:
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     }
+    if not check.measures:
+        environment["TORCHTITAN_RL_MEMORY_CHECK"] = "0"  # others may be on the device
     if tiny:
         environment.setdefault("OMP_WAIT_POLICY", "passive")  # see hosts.inventory.default_environment
     start = time.monotonic()
@@ -85,12 +91,14 @@ def execute(check: Check, out: Path, tiny: bool) -> dict:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+        running.add(process)
         try:
             code = process.wait(check.time_limit_s)
         except subprocess.TimeoutExpired:
             code = None
         finally:
             _end(process)
+            running.discard(process)
     said: dict[str, Any] = {"status": "running", "values": {}, "problems": []}
     if result_file.exists():
         said = json.loads(result_file.read_text())
@@ -124,34 +132,50 @@ def run(
     tiny: bool = False,
     again: bool = False,
     budget_s: float = float("inf"),
+    together: bool = False,
     say: Callable[[str], None] = print,
 ) -> dict[str, dict]:
     """Runs checks in order and keeps the books. Returns every result in `out`, those of earlier starts included. A
-    check that would begin more than `budget_s` after the first is left out; one that has begun has its own limit."""
+    check that would begin more than `budget_s` after the first is left out; one that has begun has its own limit.
+    `together`: checks that measure nothing all run at once, before the others."""
     start = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
-    results = _read(out)
+    results, running, books = _read(out), set[subprocess.Popen](), threading.Lock()
     tiny = tiny or machine.num_gpus == 0
-    for check in checks:
+
+    def run_one(check: Check) -> None:
         here = {"device": machine.device, "tiny": tiny}
         before = results.get(check.name, {})
         if not again and before.get("status") == "passed" and {key: before[key] for key in here} == here:
             say(f"{check.name}: passed before ({before['seconds']} s); --again runs it anew")
-            continue
+            return
         reason = left_out(check, machine, tiny)
         if not reason and time.monotonic() - start > budget_s:
             if before:  # of an earlier start, which knows more
                 say(f"{check.name}: budget; the earlier result stays")
-                continue
+                return
             reason = "budget"
         if reason:
             result = {"status": "skipped", "values": {}, "problems": [reason], "seconds": 0.0}
         else:
             say(f"{check.name}: {check.teaches} (at most {check.time_limit_s} s)")
-            result = execute(check, out, tiny)
-        results[check.name] = here | result
-        _write(results, out)
+            result = execute(check, out, tiny, running)
+        with books:
+            results[check.name] = here | result
+            _write(results, out)
         say(f"{check.name}: {_verdict(result)}, {result['seconds']} s")
+
+    at_once = [check for check in checks if together and not check.measures]
+    with ThreadPoolExecutor(max(1, len(at_once))) as pool:
+        try:
+            list(pool.map(run_one, at_once))
+        except BaseException:  # Ctrl-C: the pool waits for its threads, and these for their checks
+            for process in list(running):
+                _end(process)
+            raise
+    for check in checks:
+        if check not in at_once:
+            run_one(check)
     return results
 
 
@@ -253,6 +277,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--budget-s", type=float, default=float("inf"), metavar="S", help="seconds after which no further check begins"
     )
+    parser.add_argument("--together", action="store_true", help="run what measures nothing at once, before the rest")
     parser.add_argument("--tiny", action="store_true", help="small shapes only, as on a machine without a GPU")
     args = parser.parse_args(argv)
     try:
@@ -262,7 +287,15 @@ def main(argv: list[str] | None = None) -> int:
             dry_run(checks, machine)
             return 0
         again = args.again or bool(args.only)
-        results = run(checks, machine, args.out.absolute(), tiny=args.tiny, again=again, budget_s=args.budget_s)
+        results = run(
+            checks,
+            machine,
+            args.out.absolute(),
+            tiny=args.tiny,
+            again=again,
+            budget_s=args.budget_s,
+            together=args.together,
+        )
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -36,6 +36,8 @@ class Check:
     """0: needs none."""
     tiny: bool = False
     """Has a form for a machine without a GPU."""
+    measures: bool = True
+    """Says how long something takes or what memory it needs, so that nothing else may run on the device."""
     config: Callable[[], RunConfig] | None = None
     """The run it makes, which `--dry-run` validates."""
 
@@ -68,10 +70,18 @@ def _run(
     *,
     needs: str = "stack",
     tiny: bool = True,
+    measures: bool = True,
 ) -> Check:
     command = _module("steps", "--variant", variant)
     return Check(
-        name=name, teaches=teaches, needs=needs, time_limit_s=time_limit_s, command=command, tiny=tiny, config=config
+        name=name,
+        teaches=teaches,
+        needs=needs,
+        time_limit_s=time_limit_s,
+        command=command,
+        tiny=tiny,
+        measures=measures,
+        config=config,
     )
 
 
@@ -104,6 +114,7 @@ CHECKS = [
         command=_module("environment"),
         num_gpus=0,
         tiny=True,
+        measures=False,
     ),
     Check(
         name="attention-kernels",
@@ -112,6 +123,7 @@ CHECKS = [
         time_limit_s=90,
         command=_module("attention"),
         tiny=True,
+        measures=False,
     ),
     Check(
         name="trainer-steps",
@@ -136,6 +148,7 @@ CHECKS = [
         time_limit_s=150,
         command=_module("versions"),
         tiny=True,
+        measures=False,
     ),
     _run(
         "steps-local-eager",
@@ -161,9 +174,16 @@ CHECKS = [
         _quickstart,
         needs="generator",
         tiny=False,
+        measures=False,
     ),
     _run(
-        "quickstart", "quickstart", "whether a whole run learns what it learns on a CPU", 270, _quickstart, tiny=False
+        "quickstart",
+        "quickstart",
+        "whether a whole run learns what it learns on a CPU",
+        270,
+        _quickstart,
+        tiny=False,
+        measures=False,
     ),
     Check(
         name="tests-gpu",
@@ -171,6 +191,7 @@ CHECKS = [
         needs="stack",
         time_limit_s=480,
         command=_module("suite", "--marker", "gpu", "tests/gpu", "--ignore=tests/gpu/test_two_gpus.py"),
+        measures=False,
     ),
     _run(
         "steps-colocated-eager",
@@ -214,6 +235,7 @@ CHECKS = [
         needs="stack",
         time_limit_s=600,
         command=_module("suite", *_INTEGRATION),
+        measures=False,
     ),
     _run(
         "transport-shared-memory",

@@ -193,6 +193,48 @@ def test_no_check_begins_after_the_budget(tmp_path):
     assert statuses(60.0) == ["passed", "passed"]  # what was left out runs at the next start
 
 
+WAITS = (
+    PASSES
+    + """
+import pathlib, time
+here = pathlib.Path(sys.argv[sys.argv.index("--result") + 1]).parent
+(here / f"{sys.argv[1]}.began").touch()
+while len(list(here.glob("*.began"))) < 2:
+    time.sleep(0.01)
+"""
+)
+
+
+def test_what_measures_nothing_runs_at_once_and_before_the_rest(tmp_path):
+    ended = []
+    checks = [
+        made_up("alone", PASSES),
+        *(made_up(name, WAITS.replace("sys.argv[1]", repr(name)), measures=False, time_limit_s=20) for name in "ab"),
+    ]
+    results = gpu_battery.run(checks, CPU, tmp_path, together=True, say=lambda line: ended.append(line))
+    assert all(result["status"] == "passed" for result in results.values())
+    assert [line for line in ended if line.startswith("alone")] == ended[-2:]
+
+
+def test_a_battery_that_is_killed_keeps_what_has_ended(tmp_path):
+    """At ten moments, by a signal that nobody can catch."""
+    checks = "[check('a', %r), check('b', %r), check('c', %r)]" % ((PASSES,) * 3)
+    program = (
+        "from pathlib import Path\nfrom scripts import gpu_battery\n"
+        "from tests.unit.test_gpu_battery import CPU, made_up as check\n"
+        f"gpu_battery.run({checks}, CPU, Path({str(tmp_path)!r}), again=True)\n"
+    )
+    for moment in range(10):
+        battery = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        for _ in range(1 + moment % 6):  # lines: a check begins, a check has ended
+            battery.stdout.readline()
+        battery.kill()
+        battery.wait()
+        kept = json.loads((tmp_path / "results.json").read_text()) if (tmp_path / "results.json").exists() else {}
+        assert len(kept) >= min(3, (1 + moment % 6) // 2)
+        assert all(result["values"]["answer"] == 42 for result in kept.values())
+
+
 def test_a_measurement_that_fails_is_named_and_the_next_is_made(tmp_path):
     class OutOfMemoryError(RuntimeError):
         """As torch calls it."""
