@@ -106,12 +106,15 @@ class TorchtitanForCausalLM(nn.Module):
     def check_holds(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Raises RuntimeError unless this rank holds its part of these whole tensors bit for bit."""
         state: dict[str, torch.Tensor] = {}
+        names, differ = [], []
         for name, tensor in weights:
             if name not in state:
                 state = self._state_beside(name)
-            loaded = state[name]
-            expected = shard_for_rank(name, tensor, self.tp_rank, self.tp_size).to(loaded.device, loaded.dtype)
-            if not _equal(loaded, expected):
+            loaded, expected = state[name], shard_for_rank(name, tensor, self.tp_rank, self.tp_size)
+            names.append(name)
+            differ.append(_differ(loaded, expected.to(loaded.device, loaded.dtype, non_blocking=True)))
+        for name, differs in zip(names, torch.stack(differ).tolist()):  # a GPU is waited for here and nowhere before
+            if differs:
                 raise RuntimeError(f"policy_version={version}: the engine holds other values of {name} than were sent")
 
     def _state_beside(self, name: str) -> dict[str, torch.Tensor]:
@@ -147,12 +150,14 @@ def model_class(shape: DecoderShape) -> type[TorchtitanForCausalLM]:
     return TorchtitanWithStates if shape.state_sizes else TorchtitanForCausalLM
 
 
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one shape and dtype have the same bits, compared by every core at once."""
+def _differ(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Whether two tensors of one shape and dtype have different bits, as a tensor of one boolean: compared on a GPU
+    without a wait, on a CPU by every core at once."""
     if one.is_cuda:
-        return torch.equal(_bits(one), _bits(other))
+        return (_bits(one) != _bits(other)).any()
     blocks = [(one[rows], other[rows]) for rows in row_blocks(one)]
-    return all(platform.in_threads(lambda block: torch.equal(_bits(block[0]), _bits(block[1])), blocks))
+    equal = platform.in_threads(lambda block: torch.equal(_bits(block[0]), _bits(block[1])), blocks)
+    return torch.tensor(not all(equal))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
