@@ -17,6 +17,23 @@ die() { say "$*"; exit 1; }
 # A container may show the device alone, without /proc/driver and without nvidia-smi.
 has_nvidia_driver() { [[ -e /proc/driver/nvidia/version || -e /dev/nvidiactl ]] || nvidia-smi -L >/dev/null 2>&1; }
 
+min_driver=580 # of CUDA 13.0, which torch 2.13's wheels are built with
+
+# Before some 4 GB are downloaded that this machine could not run. Whoever asks for cuda by name may set up for another
+# machine: only a warning then.
+check_driver() {
+  local driver problem
+  driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1 || true)
+  if [[ -z $driver && -r /proc/driver/nvidia/version ]]; then
+    driver=$(sed -nE 's/^NVRM version:.* ([0-9]+\.[0-9.]+) .*/\1/p' /proc/driver/nvidia/version)
+  fi
+  [[ $driver =~ ^([0-9]+)\. ]] || return 0
+  ((BASH_REMATCH[1] < min_driver)) || return 0
+  problem="driver=$driver: CUDA 13.0 needs $min_driver or newer; update the NVIDIA driver"
+  if [[ ${TORCHTITAN_RL_EXTRA:-} == cuda ]]; then say "warning: $problem where this is to run"; return; fi
+  die "$problem, or install for the CPU with TORCHTITAN_RL_EXTRA=cpu"
+}
+
 # On a GPU Triton compiles C that includes Python.h while a run samples. Only a warning: an image may be built, or a
 # login node set up, where nothing compiles; `torchtitan-rl doctor` and `train` look again where the run is.
 check_toolchain() {
@@ -125,7 +142,8 @@ pass_on_pip_settings
 unset VIRTUAL_ENV # uv would warn that it is not .venv
 export UV_PROJECT_ENVIRONMENT=$venv
 
-if [[ $device == cuda ]]; then check_toolchain "$python"; fi
+size=""
+if [[ $device == cuda ]]; then check_driver; check_toolchain "$python"; size="; downloads some 4 GB, takes 10 GB"; fi
 
 options=(--compile-bytecode) # halves the time a process takes to start
 [[ -t 2 ]] || options+=(--quiet)
@@ -133,7 +151,7 @@ options=(--compile-bytecode) # halves the time a process takes to start
 [[ -x $venv/bin/python || -n ${UV_PYTHON:-} ]] || options+=(--python "$python")
 # Made with other settings, a lock file would have a say in what is chosen.
 rm -f "$stamp" "$root/uv.lock"
-say "installing torchtitan-rl[$(IFS=,; echo "${want[*]}")] into .venv (Python $version; minutes on a slow network)"
+say "installing torchtitan-rl[$(IFS=,; echo "${want[*]}")] into .venv (Python $version; minutes on a slow network$size)"
 (cd "$root" && "$uv" sync "${want[@]/#/--extra=}" "${options[@]}" >&2) ||
   die "uv sync failed (see above); mend the cause and run scripts/setup.sh again"
 printf '%s\n%s\n' "$(fingerprint)" "${want[*]}" >"$stamp.new"
