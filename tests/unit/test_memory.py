@@ -72,7 +72,8 @@ def test_copies_of_a_shared_prompts_keys():
 
 
 def test_a_trainer_of_0_6b_by_hand():
-    parts = trainer_parts(trainer(tokens=16_384, checkpoint="selective", logprob_chunk_mib=128), QWEN3_0_6B)
+    plain = dict(tokens=16_384, checkpoint="selective", logprob_kernels="off")
+    parts = trainer_parts(trainer(**plain, logprob_chunk_mib=128), QWEN3_0_6B)
     parameters = 596_049_920
     assert parts["parameters"] == parts["gradients"] == 4 * parameters
     assert parts["optimizer"] == 8 * parameters
@@ -87,8 +88,10 @@ def test_a_trainer_of_0_6b_by_hand():
     assert at_the_head > in_a_layer > at_the_embedding
     assert parts["working"] == at_the_head
     # With smaller chunks of logits the layer is the most.
-    fewer = trainer(tokens=16_384, checkpoint="selective", logprob_chunk_mib=64)
-    assert trainer_parts(fewer, QWEN3_0_6B)["working"] == in_a_layer
+    assert trainer_parts(trainer(**plain, logprob_chunk_mib=64), QWEN3_0_6B)["working"] == in_a_layer
+    # Kernels hold logits in bfloat16 alone.
+    config = trainer(tokens=16_384, checkpoint="selective", logprob_chunk_mib=2048)
+    assert working_parts(config, QWEN3_0_6B)["logits"] == 2**30
     # With little text the embedding's and the head's gradient are the most.
     assert trainer_parts(trainer(tokens=64, checkpoint="full"), QWEN3_0_6B)["working"] == at_the_embedding
     # In float32 the gradients of embedding and head and their sum are more, beside the gathered parameters.
@@ -98,7 +101,7 @@ def test_a_trainer_of_0_6b_by_hand():
 
 def test_working_memory_of_a_head_of_its_own_on_eight_ranks_by_hand():
     shape = dataclasses.replace(QWEN3_0_6B, tie_embeddings=False)
-    config = trainer(tokens=4096, checkpoint="full", logprob_chunk_mib=128)
+    config = trainer(tokens=4096, checkpoint="full", logprob_chunk_mib=128, logprob_kernels="off")
     config.parallelism.data_parallel_shard_degree = 8
     table, layer = 151_936 * 1024, (596_049_920 - 151_936 * 1024) // 28
     activations, one = 4096 * 2 * (28 + 3) * 1024, 4096 * 2 * 33_280
@@ -123,11 +126,10 @@ def test_working_memory_of_a_head_of_its_own_on_eight_ranks_by_hand():
 def test_a_chunk_of_logits_by_device_where_the_config_leaves_it_open():
     sizes = {}
     for device in ("cpu", "cuda"):
-        config = trainer(tokens=8192, checkpoint="full", compute="float32", logprob_chunk_mib=0)
+        plain = dict(tokens=8192, checkpoint="full", compute="float32", logprob_kernels="off")
+        config = trainer(**plain, logprob_chunk_mib=0)
         sizes[device] = trainer_parts(config, QWEN3_0_6B, trains=False, device=device)["working"]
-        given = trainer(
-            tokens=8192, checkpoint="full", compute="float32", logprob_chunk_mib={"cpu": 128, "cuda": 512}[device]
-        )
+        given = trainer(**plain, logprob_chunk_mib={"cpu": 128, "cuda": 512}[device])
         assert trainer_parts(given, QWEN3_0_6B, trains=False, device=device)["working"] == sizes[device]
     gathered = 4 * (151_936 * 1024 + 2 * ((596_049_920 - 151_936 * 1024) // 28))
     assert sizes["cuda"] - gathered == 3 * 512 * 2**20 and sizes["cpu"] - gathered == 8192 * 4 * 33_280

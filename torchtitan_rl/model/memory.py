@@ -138,7 +138,8 @@ def working_parts(
     `model/logprobs.py`:
 
     - at the head: all activations, a chunk's logits, exponentials of logits and the chunk before (three in float32, one
-      in the compute dtype), the head's gradient in float32 and in the compute dtype;
+      in the compute dtype; with kernels the logits in the compute dtype alone), the head's gradient in float32 and in
+      the compute dtype;
     - after a head that is not tied: all activations, the head's gradient before and after reduction;
     - in the last layer's feed-forward: all activations, what the layer recomputes, the gradients of two inner and two
       outer activations, of the feed-forward's last matrix and of the head;
@@ -152,7 +153,10 @@ def working_parts(
     layer = (shape.num_parameters - shape.vocab_size * shape.dim * (1 if tied else 2)) // shape.n_layers // tp
     all_logits = tokens * shape.vocab_size * 4 // tp
     chunk = min(all_logits, platform.logprob_chunk_bytes(config.logprob_chunk_mib, device))
-    logits = chunk * (3 * 4 + (compute if compute < 4 else 0)) // 4
+    if device == "cuda" and config.logprob_kernels == "auto":  # in place, in the compute dtype
+        logits = chunk * compute // 4
+    else:
+        logits = chunk * (3 * 4 + (compute if compute < 4 else 0)) // 4
     copies = 0
     if config.shared_prefix != "off" and device == "cpu":  # of a prompt's keys and values, in front of every sibling
         copies = tokens * compute * (MAX_KEYS - 1) * 2 * shape.n_kv_heads * shape.head_dim // tp
