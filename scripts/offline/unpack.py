@@ -189,16 +189,17 @@ def link(environment: Path, links: dict[str, list[str]], source: Path) -> dict[s
     one's folder, and what belonged to it where the pieces were made. Returns the packages whose versions differ, such
     as `nvidia_cudnn_cu13-9.19.0.56`, each with the one that was installed there."""
     differ = {}
-    for name, before in links.items():
-        installed = {entry.partition("-")[0]: entry for entry in before if entry.endswith(".dist-info")}
+    for name, there in links.items():
+        installed = {entry.partition("-")[0]: entry for entry in there if entry.endswith(".dist-info")}
         for entry in companions(source, name):
             target = site_of(environment) / entry
             target.parent.mkdir(parents=True, exist_ok=True)
             if not target.exists():
                 target.symlink_to(source.absolute() / entry)
-            other = installed.get(entry.partition("-")[0], entry)
-            if other != entry:
-                differ[entry.removesuffix(".dist-info")] = other.removesuffix(".dist-info")
+            if entry.endswith(".dist-info"):
+                other = installed.get(entry.partition("-")[0], entry)
+                if other != entry:
+                    differ[entry.removesuffix(".dist-info")] = other.removesuffix(".dist-info")
     return differ
 
 
