@@ -177,8 +177,8 @@ def pack(
 ) -> dict:
     """Writes `piece-NN.xz` and `pieces.json` into `out`; returns the latter. Raises ValueError, before anything is
     written, for a `site` that is no site-packages, an `out` that has pieces, a package to link or a pattern to drop
-    that is not there, and pieces smaller than a block can be."""
-    check(site, out, piece_bytes=piece_bytes, link=link, slim=slim)
+    that is not there, pieces smaller than a block can be, and `slim` for another GPU than Hopper."""
+    check(site, out, piece_bytes=piece_bytes, link=link, arch=arch, slim=slim)
     links = {name: companions(site, name) for name in link}
     files = chosen(site, (*NEVER, *(SLIM if slim else ()), *drop, *sum(links.values(), [])))
     out.mkdir(parents=True, exist_ok=True)
@@ -217,7 +217,7 @@ def python_of(site: Path) -> str:
     return version[1]
 
 
-def check(site: Path, out: Path, *, piece_bytes: int, link: tuple[str, ...], slim: bool) -> None:
+def check(site: Path, out: Path, *, piece_bytes: int, link: tuple[str, ...], arch: int | None, slim: bool) -> None:
     """Raises ValueError for what could be known before `pack` begins."""
     python_of(site)
     if old := sorted(out.glob("piece*")):
@@ -227,6 +227,10 @@ def check(site: Path, out: Path, *, piece_bytes: int, link: tuple[str, ...], sli
         raise ValueError(f"--piece-mib={piece_bytes >> 20}: is less than a block may take; give {least >> 20} or more")
     if absent := [name for name in link if not (site / name).is_dir()]:
         raise ValueError(f"--link={absent[0]}: {site} has no folder of that name; look at its spelling")
+    if slim and arch != 90:
+        raise ValueError(
+            f"--slim: leaves out what Hopper does without, and --arch is {arch}; give --arch 90, or no --slim"
+        )
     if slim and (site / DEBUG_INFORMATION).exists() and not shutil.which("strip"):
         raise ValueError("strip: is not on PATH, and --slim needs it; apt install binutils")
 
@@ -239,7 +243,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="a folder for the pieces")
     parser.add_argument("--piece-mib", type=int, default=54, help="of one piece, at most (default: 54)")
     parser.add_argument("--arch", type=int, help="device code of this compute capability only, such as 90 for Hopper")
-    parser.add_argument("--slim", action="store_true", help="without what this library does not use on one Hopper GPU")
+    parser.add_argument("--slim", action="store_true", help="without what this library does not use on Hopper")
     parser.add_argument(
         "--link", nargs="+", action="extend", default=[], metavar="FOLDER",
         help="without these packages, such as numba or nvidia/cudnn: unpack.sh links those of the other machine",

@@ -1,4 +1,4 @@
-"""What docs/install.md installs: the lists of versions are those of pyproject.toml, and the command finds its config."""
+"""What docs/install.md installs: the lists of versions are pyproject.toml's, and the command finds its config."""
 
 import re
 import tomllib

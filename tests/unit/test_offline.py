@@ -176,6 +176,7 @@ def test_packages_of_the_other_machine_are_linked_with_what_belongs_to_them(site
     [
         ({"site": "env"}, r"--site=.*env: has 0 installed packages and is no lib/python3.NN/site-packages"),
         ({"piece_bytes": 2**20}, "--piece-mib=1: is less than a block may take; give 33 or more"),
+        ({"slim": True, "arch": 80}, "--slim: leaves out what Hopper does without, and --arch is 80; give --arch 90"),
         ({"link": ("smal",)}, "--link=smal: .* has no folder of that name"),
         ({"drop": ("smal",)}, r"--drop=smal: none of 8 files in .* matches"),
         ({"out": "env/lib/.."}, "--out=.*: has 1 files of other pieces"),
