@@ -25,11 +25,13 @@ if [[ $ready ]]; then
   interpreter=${TORCHTITAN_RL_PYTHON:-$root/.venv/bin/python}
   [[ -x $interpreter ]] || { echo "error: $interpreter: is not there; run scripts/setup.sh" >&2; exit 2; }
 else
-  mkdir -p "$copy"
+  mkdir -p "$copy/scripts"
   echo '*' >"$copy/.gitignore"
-  rm -rf "$copy/torchtitan_rl" "$copy/scripts"
-  cp -a "$root"/{pyproject.toml,README.md,torchtitan_rl,scripts} "$copy"
-  PATH=$PATH:$root/.uv/bin UV_PYTHON=$python TORCHTITAN_RL_EXTRA=cuda "$copy/scripts/setup.sh" "${extras[@]}"
+  rm -rf "$copy/torchtitan_rl"
+  cp -a "$root"/{pyproject.toml,README.md,torchtitan_rl} "$copy"
+  cp -a "$root/scripts/setup.sh" "$copy/scripts"
+  if [[ $python ]]; then export UV_PYTHON=$python; fi
+  PATH=$PATH:$root/.uv/bin TORCHTITAN_RL_EXTRA=cuda bash "$copy/scripts/setup.sh" "${extras[@]}"
   interpreter=$copy/.venv/bin/python
   options+=(--site "$(echo "$copy"/.venv/lib/python3.*/site-packages)")
 fi

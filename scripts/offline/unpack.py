@@ -28,6 +28,7 @@ PYTHON = "{}.{}".format(*sys.version_info)
 IMPORTS = ("torch", "torchtitan", "vllm", "monarch.actor", "torchstore", "triton", "torchtitan_rl")
 BYTE_CODE = 0.11  # bytes of it for a byte of installation: 333 of 3042 MiB
 SMI_TIMEOUT_S = 60
+IMPORT_TIMEOUT_S = 300
 
 COMMAND = """#!{python}
 import sys
@@ -205,7 +206,7 @@ def link(environment: Path, links: dict[str, list[str]], source: Path) -> dict[s
 
 def finish(environment: Path, root: Path) -> None:
     """Lets the environment find the project at `root`, compiles to byte code with all cores, and imports what a run
-    needs. Raises CalledProcessError where an import fails, after its traceback."""
+    needs. Raises RuntimeError where an import fails, after its traceback, and TimeoutExpired where it takes 5 minutes."""
     python = environment.absolute() / "bin" / "python"
     (site_of(environment) / "torchtitan_rl.pth").write_text(f"{root}\n")
     command = environment / "bin" / "torchtitan-rl"
@@ -215,7 +216,8 @@ def finish(environment: Path, root: Path) -> None:
     sources = [site_of(environment), root / "torchtitan_rl"]
     subprocess.run([python, "-m", "compileall", "-qq", "-j", "0", *sources], check=False)
     for name in IMPORTS:
-        subprocess.run([python, "-c", f"import {name}"], check=True, timeout=300)
+        if subprocess.run([python, "-c", f"import {name}"], timeout=IMPORT_TIMEOUT_S).returncode:
+            raise RuntimeError(f"import {name}: fails (see above); mend its cause and call this again")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -242,8 +244,8 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except subprocess.SubprocessError as error:
-        print(f"error: {error}; see above", file=sys.stderr)
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
+        print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 

@@ -156,6 +156,19 @@ def test_another_environment_and_that_of_other_pieces_are_left_alone(site, tmp_p
         unpack(tmp_path / "pieces", tmp_path / "into")
 
 
+def test_an_import_that_fails_ends_the_last_call(site, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(unpacking, "IMPORTS", ("small", "torch"))
+    packed(site, tmp_path / "pieces")
+    arguments = ["--pieces", str(tmp_path / "pieces"), "--into", str(tmp_path / "into"), "--finish"]
+    assert unpacking.main(arguments) == 1
+    errors = capfd.readouterr().err
+    assert "No module named 'torch'" in errors and "error: import torch: fails (see above); mend its cause" in errors
+    monkeypatch.setattr(unpacking, "IMPORTS", ("small", "torchtitan_rl"))  # which the working tree has
+    assert unpacking.main(arguments) == 0
+    assert "bin/python is ready after" in capfd.readouterr().out
+    assert (unpacking.site_of(tmp_path / "into") / "small" / "__pycache__").exists()
+
+
 def test_packages_of_the_other_machine_are_linked_with_what_belongs_to_them(site, tmp_path):
     packed(site, tmp_path / "pieces", link=("small",))
     into = tmp_path / "into"
