@@ -269,7 +269,7 @@ def main(argv: list[str] | None = None) -> int:
     pieces = listing["pieces"]
     size, unpacked = (sum(piece[key] for piece in pieces) / 2**20 for key in ("size", "unpacked"))
     print(
-        f"{args.out}: {len(pieces)} piece{'s' * (len(pieces) != 1)}, {size:.0f} MiB, {unpacked:.0f} MiB unpacked, for Python "
+        f"{args.out}: {len(pieces)} pieces, {size:.0f} MiB, {unpacked:.0f} MiB unpacked, for Python "
         f"{listing['python']}; {time.monotonic() - begin:.0f} s"
     )
     return 0

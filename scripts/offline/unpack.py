@@ -206,7 +206,7 @@ def link(environment: Path, links: dict[str, list[str]], source: Path) -> dict[s
 
 def finish(environment: Path, root: Path) -> None:
     """Lets the environment find the project at `root`, compiles to byte code with all cores, and imports what a run
-    needs. Raises RuntimeError where an import fails, after its traceback, and TimeoutExpired where it takes 5 minutes."""
+    needs. Raises RuntimeError where an import fails, after its traceback, and TimeoutExpired where it hangs."""
     python = environment.absolute() / "bin" / "python"
     (site_of(environment) / "torchtitan_rl.pth").write_text(f"{root}\n")
     command = environment / "bin" / "torchtitan-rl"
