@@ -117,12 +117,12 @@ def chosen(site: Path, drop: tuple[str, ...]) -> list[str]:
     return [path for path in files if not dropped.match(path)]
 
 
-def blocks_of(site: Path, files: list[str]) -> Iterator[list[Segment]]:
-    """Cuts files into blocks of at most `BLOCK_BYTES`, in order."""
+def blocks_of(sources: dict[str, Path]) -> Iterator[list[Segment]]:
+    """Cuts files, each a path in site-packages and where its content is, into blocks of at most `BLOCK_BYTES`."""
     block: list[Segment] = []
     room = BLOCK_BYTES
-    for path in files:
-        info = (site / path).stat()
+    for path, source in sources.items():
+        info = source.stat()
         left, offset = info.st_size, 0
         while True:
             size = min(left, room)
@@ -144,25 +144,27 @@ def compressed(sources: list[Path], segments: list[Segment]) -> bytes:
         with source.open("rb") as file:
             file.seek(segment.offset)
             parts.append(file.read(segment.size))
+        assert len(parts[-1]) == segment.size, source
     return lzma.compress(b"".join(parts), format=lzma.FORMAT_XZ, filters=FILTERS)
 
 
-def reduced(site: Path, files: list[str], scratch: Path, arch: int | None, slim: bool) -> dict[str, Path]:
-    """Copies, in `scratch`, of the libraries that are packed without some of their content, which keep their sizes."""
-    copies = {}
-    for path in files:
-        cut = arch is not None and ".so" in Path(path).name and (site / path).stat().st_size > 2**20
-        if not cut and not (slim and path == DEBUG_INFORMATION):
-            continue
-        copy = scratch / path
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(site / path, copy)
-        if slim and path == DEBUG_INFORMATION:
-            subprocess.run(["strip", "--strip-unneeded", copy], check=True)
-        if arch is not None and not keep_architecture(copy, arch):
-            continue
-        copies[path] = copy
-    return copies
+def content(site: Path, path: str, scratch: Path, arch: int | None, slim: bool) -> Path:
+    """The file to pack: that of `site`, or for a library that is packed without some of its content a copy in
+    `scratch`."""
+    strip = slim and path == DEBUG_INFORMATION
+    cut = arch is not None and ".so" in Path(path).name and (site / path).stat().st_size > 2**20
+    if not strip and not cut:
+        return site / path
+    copy = scratch / path
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy2(site / path, copy)
+    zeroed = keep_architecture(copy, arch) if cut else 0
+    if strip:
+        subprocess.run(["strip", "--strip-unneeded", copy], check=True)
+    elif not zeroed:
+        copy.unlink()
+        return site / path
+    return copy
 
 
 def pack(
@@ -184,10 +186,10 @@ def pack(
     out.mkdir(parents=True, exist_ok=True)
     pieces: list[dict] = []
     with tempfile.TemporaryDirectory(prefix="offline-", dir=out) as scratch, ProcessPoolExecutor() as pool:
-        copies = reduced(site, files, Path(scratch), arch, slim)
-        blocks = list(blocks_of(site, files))
-        sources = [[copies.get(segment.path, site / segment.path) for segment in block] for block in blocks]
-        results = track(pool.map(compressed, sources, blocks), "packing", total=len(blocks))
+        sources = {path: content(site, path, Path(scratch), arch, slim) for path in files}
+        blocks = list(blocks_of(sources))
+        of_blocks = [[sources[segment.path] for segment in block] for block in blocks]
+        results = track(pool.map(compressed, of_blocks, blocks), "packing", total=len(blocks))
         for block, data in zip(blocks, results, strict=True):
             if not pieces or pieces[-1]["size"] + len(data) > piece_bytes:
                 pieces.append({"name": f"piece-{len(pieces):02}.xz", "size": 0, "unpacked": 0, "blocks": []})

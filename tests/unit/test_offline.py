@@ -51,6 +51,12 @@ def packed(site: Path, out: Path, **options) -> list[str]:
     return [piece["name"] for piece in pack(site, out, piece_bytes=PIECE_BYTES, **options)["pieces"]]
 
 
+def program(path: Path, script: str) -> None:
+    path.parent.mkdir()
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
 def content(environment: Path) -> dict[str, bytes]:
     site = unpacking.site_of(environment)
     return {str(path.relative_to(site)): path.read_bytes() for path in site.rglob("*") if path.is_file()}
@@ -127,17 +133,14 @@ def test_a_full_disk_is_refused(site, tmp_path):
     listing = json.loads((tmp_path / "pieces" / "pieces.json").read_text())
     listing["pieces"][0]["unpacked"] = 2**60
     rewrite(tmp_path / "pieces", pieces=listing["pieces"])
-    with pytest.raises(ValueError, match=r"--into=.*: 1220\d+ MiB are needed and \d+ MiB are free; give a folder on"):
+    with pytest.raises(ValueError, match=r"--into=.*: 12\d+ MiB are needed and \d+ MiB are free; give a folder on"):
         unpack(tmp_path / "pieces", tmp_path / "into")
 
 
 @pytest.mark.parametrize("arch, fits", [(None, True), (90, True), (80, False), (100, False)])
 def test_device_code_of_another_generation_is_refused_where_nvidia_smi_is(site, tmp_path, monkeypatch, arch, fits):
-    smi = tmp_path / "bin" / "nvidia-smi"
-    smi.parent.mkdir()
-    smi.write_text("#!/bin/sh\necho 9.0\n")
-    smi.chmod(0o755)
-    monkeypatch.setenv("PATH", str(smi.parent), prepend=os.pathsep)
+    program(tmp_path / "bin" / "nvidia-smi", "echo 9.0")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
     packed(site, tmp_path / "pieces", arch=arch)
     if fits:
         assert unpack(tmp_path / "pieces", tmp_path / "into") == []
@@ -154,6 +157,16 @@ def test_another_environment_and_that_of_other_pieces_are_left_alone(site, tmp_p
     rewrite(tmp_path / "pieces", arch=90)
     with pytest.raises(ValueError, match="was made of other pieces"):
         unpack(tmp_path / "pieces", tmp_path / "into")
+
+
+def test_a_slim_library_is_packed_as_strip_leaves_it(site, tmp_path, monkeypatch):
+    program(tmp_path / "bin" / "strip", 'head -c 20000 "$2" >"$2.new" && mv "$2.new" "$2"')
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    monkeypatch.setattr(packing, "DEBUG_INFORMATION", "large/weights.bin")
+    packed(site, tmp_path / "pieces", slim=True, arch=90)
+    unpack(tmp_path / "pieces", tmp_path / "into")
+    assert content(tmp_path / "into") == KEPT | {"large/weights.bin": FILES["large/weights.bin"][:20000]}
+    assert (site / "large/weights.bin").read_bytes() == FILES["large/weights.bin"]
 
 
 def test_an_import_that_fails_ends_the_last_call(site, tmp_path, capfd, monkeypatch):
