@@ -14,15 +14,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Entry", "entries", "keep_architecture"]
+__all__ = ["PTX", "CUBIN", "Image", "fat_binaries", "keep_architecture"]
 
+PTX, CUBIN = 1, 2  # kinds of image
 _MAGIC = 0xBA55ED50
 _SECTIONS = (".nv_fatbin", "__nv_relfatbin")
-_PTX, _CUBIN = 1, 2
 
 
-class Entry(NamedTuple):
-    """One image of a fat binary: its kind, its architecture (90 is compute capability 9.0), and where its bytes are."""
+class Image(NamedTuple):
+    """One image of a fat binary: its kind, its architecture (90 is compute capability 9.0), and where its bytes are in
+    the file."""
 
     kind: int
     arch: int
@@ -31,18 +32,17 @@ class Entry(NamedTuple):
 
 
 def _sections(elf: mmap.mmap) -> Iterator[tuple[str, int, int]]:
-    """Name, offset and size of each section of a 64-bit ELF file."""
+    """Name, offset and size of each section of a 64-bit ELF file (elf(5): e_shoff and what follows e_ehsize)."""
     (table,) = struct.unpack_from("<Q", elf, 0x28)
-    entry_size, count, names_index = struct.unpack_from("<HHH", elf, 0x3A)
-    headers = [struct.unpack_from("<IIQQQQIIQQ", elf, table + i * entry_size) for i in range(count)]
-    names = headers[names_index][4]
+    header_size, count, names_index = struct.unpack_from("<HHH", elf, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQIIQQ", elf, table + i * header_size) for i in range(count)]
     for header in headers:
-        start = names + header[0]
+        start = headers[names_index][4] + header[0]
         yield elf[start : elf.find(b"\0", start)].decode(), header[4], header[5]
 
 
-def entries(elf: mmap.mmap) -> Iterator[list[Entry]]:
-    """The images of each fat binary of a library."""
+def fat_binaries(elf: mmap.mmap) -> Iterator[list[Image]]:
+    """The images of each fat binary of a library. Raises ValueError for an image whose header has no length."""
     for name, offset, size in _sections(elf):
         if name not in _SECTIONS:
             continue
@@ -52,34 +52,37 @@ def entries(elf: mmap.mmap) -> Iterator[list[Entry]]:
             if magic != _MAGIC:
                 place += 8 - place % 8  # padding between two
                 continue
-            image, stop, images = place + header_size, place + header_size + fat_size, []
-            while image < stop:
-                kind, _, image_header, payload = struct.unpack_from("<HHIQ", elf, image)
-                (arch,) = struct.unpack_from("<I", elf, image + 28)
-                images.append(Entry(kind, arch, image + image_header, payload))
-                image += image_header + payload
+            stop, images = place + header_size + fat_size, []
+            place += header_size
+            while place < stop:
+                kind, _, image_header, image_size = struct.unpack_from("<HHIQ", elf, place)
+                if not image_header:
+                    raise ValueError(f"offset={place}: an image in {name} has a header of 0 bytes; pack without --arch")
+                (arch,) = struct.unpack_from("<I", elf, place + 28)
+                images.append(Image(kind, arch, place + image_header, image_size))
+                place += image_header + image_size
             yield images
-            place = stop
 
 
-def _needed(images: list[Entry], arch: int) -> set[Entry]:
+def _needed(images: list[Image], arch: int) -> set[Image]:
     """What a device of this architecture loads: its own code, else code of its generation, else the newest PTX."""
-    own = {image for image in images if image.kind == _CUBIN and image.arch == arch}
+    own = {image for image in images if image.kind == CUBIN and image.arch == arch}
     if own:
         return own
-    generation = [i for i in images if i.kind == _CUBIN and i.arch // 10 == arch // 10 and i.arch <= arch]
-    ptx = [i for i in images if i.kind == _PTX and i.arch <= arch]
+    generation = [i for i in images if i.kind == CUBIN and i.arch // 10 == arch // 10 and i.arch <= arch]
+    ptx = [i for i in images if i.kind == PTX and i.arch <= arch]
     return {max(candidates, key=lambda image: image.arch) for candidates in (generation or ptx,) if candidates}
 
 
 def keep_architecture(library: Path, arch: int) -> int:
-    """Zeroes, in place, what a device of this architecture does not load. Returns the number of bytes zeroed."""
-    blanked = 0
+    """Zeroes, in place, what a device of this architecture does not load. Returns the number of bytes zeroed; 0 for a
+    file that is no 64-bit ELF or has no device code."""
+    zeroed = 0
     with library.open("r+b") as file, mmap.mmap(file.fileno(), 0) as elf:
         if elf[:5] != b"\x7fELF\x02":
             return 0
-        for images in list(entries(elf)):
+        for images in fat_binaries(elf):
             for image in set(images) - _needed(images, arch):
                 elf[image.offset : image.offset + image.size] = bytes(image.size)
-                blanked += image.size
-    return blanked
+                zeroed += image.size
+    return zeroed

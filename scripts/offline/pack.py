@@ -1,8 +1,10 @@
-"""An installation as pieces of a fixed size, for a machine that has no network: `python -m scripts.offline.pack`.
+"""An installation as pieces of a fixed size, for a machine that has no network: scripts/offline/pack.sh.
 
 A piece is a number of blocks, each compressed by itself, so that all cores of the other machine decompress at once;
-`pieces.json` says what is where, with a checksum for each piece. What the other machine surely has may be left out:
-NVIDIA's libraries (`--drop nvidia`), and the machine code of GPUs that it does not have (`--arch 90` keeps Hopper's).
+`pieces.json` says what is where, with a checksum for each piece. docs/offline.md has sizes and times.
+
+A pattern is a path in site-packages in which `*` stands for anything, slashes too. It means the file or folder of that
+path and everything below.
 """
 
 from __future__ import annotations
@@ -13,33 +15,45 @@ import fnmatch
 import hashlib
 import json
 import lzma
-import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from scripts.offline.device_code import keep_architecture
+from rich.progress import track
 
-__all__ = ["Block", "Segment", "pack", "main"]
+from scripts.offline.device_code import keep_architecture
+from scripts.offline.unpack import companions
+
+__all__ = ["Segment", "pack", "main"]
 
 BLOCK_BYTES = 32 * 2**20  # of files: small enough for sixteen cores to have work, large enough to compress well
 FILTERS = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": 4}]
-NEVER = ("__pycache__", "*.pyc", "*.pyi", "__editable__*", "_editable_impl_*", "*_static.a", "torch/include")
 
+NEVER = (
+    # Byte code, which the other machine makes itself; the project, whose working tree is carried beside the pieces.
+    "*__pycache__",
+    "*.pyc",
+    "__editable__*",
+    "_editable_impl_*",
+    "torchtitan_rl-*.dist-info",
+)
 SLIM = (
-    # Kernels that a Hopper GPU does not choose for the models here: FlashAttention 2 (3 is there), other attentions,
-    # other number formats; a second front end; debuggers and profilers of Triton; headers.
-    "vllm/vllm-rs",
+    # Kernels that vLLM does not choose on Hopper for the models here: FlashAttention 2 (3 is there), other attentions,
+    # other number formats. vLLM's front end in Rust.
     "vllm/vllm_flash_attn/_vllm_fa2_C.*",
     "vllm/third_party/deep_gemm",
     "vllm/_flashmla*",
     "vllm/_flashkda*",
     "vllm/_qutlass*",
     "vllm/_deepselect*",
+    "vllm/vllm-rs",
+    # Triton's assembler for Blackwell, its back end for AMD, its debuggers and profilers.
     "triton/backends/amd/lib",
     "triton/backends/nvidia/bin/ptxas-blackwell",
     "triton/backends/nvidia/bin/nvdisasm",
@@ -47,9 +61,15 @@ SLIM = (
     "triton/plugins",
     "triton/instrumentation",
     "triton/FileCheck",
+    # Sources and static libraries of what is compiled at run time: CUDA C++ of FlashInfer (environment.py sets
+    # VLLM_USE_FLASHINFER_SAMPLER=0, and nothing else here asks for it), C++ on torch. Stubs, which only checkers read.
+    "flashinfer/data",
+    "torch/include",
     "torch/bin/protoc*",
+    "nvidia/nccl/include",
+    "*_static.a",
+    "*.pyi",
     # Packages that vLLM brings for models, formats and servers that no part of this library asks for.
-    "flashinfer*",
     "tilelang*",
     "nvidia_cutlass_dsl*",
     "tokenspeed_*",
@@ -65,7 +85,10 @@ SLIM = (
     "instanttensor*",
     "pycountry*",
 )
-"""Left out by `--slim`."""
+"""Patterns of what `--slim` leaves out. FlashInfer's Python part, torchvision, torch/bin/torch_shm_manager and
+mypy_extensions look as if they belonged here, and a start on a GPU imports or runs each of them."""
+DEBUG_INFORMATION = "triton/_C/libtriton.so"
+"""A library half of which is debug information, which `--slim` strips."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,152 +101,179 @@ class Segment:
     mode: int
 
 
-@dataclasses.dataclass
-class Block:
-    """What is compressed together."""
-
-    segments: list[Segment]
-
-    @property
-    def size(self) -> int:
-        return sum(segment.size for segment in self.segments)
+def regex(patterns: tuple[str, ...]) -> re.Pattern:
+    """Matches a path to which one of the patterns applies; nothing for no patterns."""
+    return re.compile("|".join(f"{fnmatch.translate(p)}|{fnmatch.translate(f'{p}/*')}" for p in patterns) or r"(?!)")
 
 
-def chosen(site: Path, drop: tuple[str, ...]) -> list[Path]:
-    """Relative paths of the files to pack. A pattern of `drop` matches the path of a file or of a folder above it, from
-    `site` on; one of `NEVER` without a slash matches a name at any depth."""
-
-    def dropped(path: Path) -> bool:
-        parts = [path, *path.parents[:-1]]
-        return any(
-            fnmatch.fnmatch(str(part), pattern) or pattern in NEVER and fnmatch.fnmatch(part.name, pattern)
-            for part in parts
-            for pattern in (*NEVER, *drop)
-        )
-
-    files = (path.relative_to(site) for path in site.rglob("*") if path.is_file())
-    return [path for path in files if not dropped(path)]
+def chosen(site: Path, drop: tuple[str, ...]) -> list[str]:
+    """Paths, from `site` on, of the files to pack, sorted: like lies by like. Raises ValueError for a pattern to which
+    no file corresponds, unless `NEVER` or `SLIM` has it: that depends on what is installed."""
+    files = sorted(str(path.relative_to(site)) for path in site.rglob("*") if path.is_file())
+    for pattern in set(drop) - {*NEVER, *SLIM}:
+        if not any(map(regex((pattern,)).match, files)):
+            raise ValueError(f"--drop={pattern}: none of {len(files)} files in {site} matches; look at its spelling")
+    dropped = regex(drop)
+    return [path for path in files if not dropped.match(path)]
 
 
-def blocks_of(site: Path, files: list[Path]) -> Iterator[Block]:
-    """Cuts files into blocks of at most `BLOCK_BYTES`, in order."""
-    block = Block([])
-    for path in files:
-        info = (site / path).stat()
+def blocks_of(sources: dict[str, Path]) -> Iterator[list[Segment]]:
+    """Cuts files, each a path in site-packages and where its content is, into blocks of at most `BLOCK_BYTES`."""
+    block: list[Segment] = []
+    room = BLOCK_BYTES
+    for path, source in sources.items():
+        info = source.stat()
         left, offset = info.st_size, 0
         while True:
-            size = min(left, BLOCK_BYTES - block.size)
-            block.segments.append(Segment(str(path), offset, size, info.st_mode & 0o777))
-            offset, left = offset + size, left - size
-            if block.size >= BLOCK_BYTES:
+            size = min(left, room)
+            block.append(Segment(path, offset, size, info.st_mode & 0o777))
+            offset, left, room = offset + size, left - size, room - size
+            if not room:
                 yield block
-                block = Block([])
+                block, room = [], BLOCK_BYTES
             if not left:
                 break
-    if block.segments:
+    if block:
         yield block
 
 
-def compressed(site: str, segments: list[Segment]) -> bytes:
+def compressed(sources: list[Path], segments: list[Segment]) -> bytes:
+    """The segments, one after the other, as xz; `sources` are their files."""
     parts = []
-    for segment in segments:
-        with open(os.path.join(site, segment.path), "rb") as file:
+    for source, segment in zip(sources, segments, strict=True):
+        with source.open("rb") as file:
             file.seek(segment.offset)
             parts.append(file.read(segment.size))
+        assert len(parts[-1]) == segment.size, source
     return lzma.compress(b"".join(parts), format=lzma.FORMAT_XZ, filters=FILTERS)
 
 
-def ranked(path: Path, first: tuple[str, ...]) -> tuple[int, str]:
-    """Sort key: what matches an earlier pattern of `first` comes earlier, what matches none last."""
-    top = path.parts[0]
-    return next((i for i, pattern in enumerate(first) if fnmatch.fnmatch(top, pattern)), len(first)), str(path)
+def content(site: Path, path: str, scratch: Path, arch: int | None, slim: bool) -> Path:
+    """The file to pack: that of `site`, or for a library that is packed without some of its content a copy in
+    `scratch`."""
+    strip = slim and path == DEBUG_INFORMATION
+    cut = arch is not None and ".so" in Path(path).name and (site / path).stat().st_size > 2**20
+    if not strip and not cut:
+        return site / path
+    copy = scratch / path
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy2(site / path, copy)
+    zeroed = keep_architecture(copy, arch) if cut else 0
+    if strip:
+        subprocess.run(["strip", "--strip-unneeded", copy], check=True)
+    elif not zeroed:
+        copy.unlink()
+        return site / path
+    return copy
 
 
 def pack(
     site: Path,
     out: Path,
     *,
-    python: str,
     piece_bytes: int,
-    drop: tuple[str, ...],
-    arch: int | None,
-    first: tuple[str, ...],
+    drop: tuple[str, ...] = (),
+    link: tuple[str, ...] = (),
+    arch: int | None = None,
+    slim: bool = False,
 ) -> dict:
-    """Writes `piece-NN.xz` and `pieces.json` into `out`; returns the latter. Raises ValueError where a block does not
-    fit into a piece."""
+    """Writes `piece-NN.xz` and `pieces.json` into `out`; returns the latter. Raises ValueError, before anything is
+    written, for a `site` that is no site-packages, an `out` that has pieces, a package to link or a pattern to drop
+    that is not there, pieces smaller than a block can be, and `slim` for another GPU than Hopper."""
+    check(site, out, piece_bytes=piece_bytes, link=link, arch=arch, slim=slim)
+    links = {name: companions(site, name) for name in link}
+    files = chosen(site, (*NEVER, *(SLIM if slim else ()), *drop, *sum(links.values(), [])))
     out.mkdir(parents=True, exist_ok=True)
-    files = sorted(chosen(site, drop), key=lambda path: ranked(path, first))
-    with tempfile.TemporaryDirectory(prefix="offline-", dir=out) as directory:
-        staged = _staged(site, files, Path(directory), arch)
-        blocks = list(blocks_of(staged, files))
-        pieces: list[dict] = []
-        with ProcessPoolExecutor() as pool:
-            results = pool.map(compressed, [str(staged)] * len(blocks), [block.segments for block in blocks])
-            for number, (block, data) in enumerate(zip(blocks, results, strict=True)):
-                if len(data) > piece_bytes:
-                    raise ValueError(
-                        f"--piece-mib={piece_bytes >> 20}: one block has {len(data)} bytes; give 33 or more"
-                    )
-                if not pieces or pieces[-1]["size"] + len(data) > piece_bytes:
-                    pieces.append({"name": f"piece-{len(pieces):02}.xz", "size": 0, "blocks": []})
-                    (out / pieces[-1]["name"]).write_bytes(b"")
-                piece = pieces[-1]
-                with (out / piece["name"]).open("ab") as file:
-                    file.write(data)
-                segments = [dataclasses.astuple(segment) for segment in block.segments]
-                piece["blocks"].append({"offset": piece["size"], "size": len(data), "segments": segments})
-                piece["size"] += len(data)
-                print(f"block {number + 1} of {len(blocks)}: {piece['name']}", end="\r", file=sys.stderr, flush=True)
+    pieces: list[dict] = []
+    with tempfile.TemporaryDirectory(prefix="offline-", dir=out) as scratch, ProcessPoolExecutor() as pool:
+        sources = {path: content(site, path, Path(scratch), arch, slim) for path in files}
+        blocks = list(blocks_of(sources))
+        of_blocks = [[sources[segment.path] for segment in block] for block in blocks]
+        results = track(pool.map(compressed, of_blocks, blocks), "packing", total=len(blocks))
+        for block, data in zip(blocks, results, strict=True):
+            if not pieces or pieces[-1]["size"] + len(data) > piece_bytes:
+                pieces.append({"name": f"piece-{len(pieces):02}.xz", "size": 0, "unpacked": 0, "blocks": []})
+            piece = pieces[-1]
+            with (out / piece["name"]).open("ab") as file:
+                file.write(data)
+            segments = [dataclasses.astuple(segment) for segment in block]
+            piece["blocks"].append({"offset": piece["size"], "size": len(data), "segments": segments})
+            piece["size"] += len(data)
+            piece["unpacked"] += sum(segment.size for segment in block)
     for piece in pieces:
         piece["sha256"] = hashlib.sha256((out / piece["name"]).read_bytes()).hexdigest()
-    listing = {"python": python, "pieces": pieces}
+    listing = {"python": python_of(site), "arch": arch, "links": links, "pieces": pieces}
     (out / "pieces.json").write_text(json.dumps(listing))
     return listing
 
 
-def _staged(site: Path, files: list[Path], directory: Path, arch: int | None) -> Path:
-    """A copy of the files by hard links; a library whose device code or debug information is cut is a real copy."""
-    for path in files:
-        source, target = site / path, directory / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if arch is not None and ".so" in path.name and source.stat().st_size > 2**20:
-            shutil.copy2(source, target)
-            keep_architecture(target, arch)
-            if path.name == "libtriton.so":  # half of it is debug information
-                subprocess.run(["strip", "--strip-unneeded", target], check=True)
-        else:
-            try:
-                os.link(source, target)
-            except OSError:  # another file system
-                shutil.copy2(source, target)
-    return directory
+def python_of(site: Path) -> str:
+    """The version of Python whose site-packages this is, such as 3.12. Raises ValueError where it is none."""
+    version = re.fullmatch(r"python(3\.\d+)", site.absolute().parent.name)
+    packages = len(list(site.glob("*.dist-info")))
+    if not version or site.name != "site-packages" or not packages:
+        raise ValueError(
+            f"--site={site}: has {packages} installed packages and is no lib/python3.NN/site-packages of an "
+            "environment; give the one to pack"
+        )
+    return version[1]
+
+
+def check(site: Path, out: Path, *, piece_bytes: int, link: tuple[str, ...], arch: int | None, slim: bool) -> None:
+    """Raises ValueError for what could be known before `pack` begins."""
+    python_of(site)
+    if old := sorted(out.glob("piece*")):
+        raise ValueError(f"--out={out}: has {len(old)} files of other pieces; remove them or give another folder")
+    least = BLOCK_BYTES + BLOCK_BYTES // 32  # what does not compress takes a little more than it was
+    if piece_bytes < least:
+        raise ValueError(f"--piece-mib={piece_bytes >> 20}: is less than a block may take; give {least >> 20} or more")
+    if absent := [name for name in link if not (site / name).is_dir()]:
+        raise ValueError(f"--link={absent[0]}: {site} has no folder of that name; look at its spelling")
+    if slim and arch != 90:
+        raise ValueError(
+            f"--slim: leaves out what Hopper does without, and --arch is {arch}; give --arch 90, or no --slim"
+        )
+    if slim and (site / DEBUG_INFORMATION).exists() and not shutil.which("strip"):
+        raise ValueError("strip: is not on PATH, and --slim needs it; apt install binutils")
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="scripts/offline/pack.sh", description=__doc__.partition("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="scripts/offline/pack.sh", description="Packs an installation into pieces; docs/offline.md says more."
+    )
     parser.add_argument("--site", type=Path, required=True, help="the site-packages to pack")
-    parser.add_argument(
-        "--python", default="{}.{}".format(*sys.version_info), help="of that site-packages, such as 3.12"
-    )
     parser.add_argument("--out", type=Path, required=True, help="a folder for the pieces")
-    parser.add_argument("--piece-mib", type=int, default=58, help="of one piece, at most (default: 58)")
-    parser.add_argument("--arch", type=int, help="keep device code of this compute capability only, such as 90")
-    parser.add_argument("--slim", action="store_true", help="leave out what this library does not use")
-    parser.add_argument("--drop", action="append", default=[], help="leave out what matches; may be repeated")
-    parser.add_argument("--first", action="append", default=[], help="packages for the first pieces; may be repeated")
-    args = parser.parse_args(argv)
-    drop = (*args.drop, *(SLIM if args.slim else ()))
-    listing = pack(
-        args.site,
-        args.out,
-        python=args.python,
-        piece_bytes=args.piece_mib * 2**20,
-        drop=drop,
-        arch=args.arch,
-        first=tuple(args.first),
+    parser.add_argument("--piece-mib", type=int, default=54, help="of one piece, at most (default: 54)")
+    parser.add_argument("--arch", type=int, help="device code of this compute capability only, such as 90 for Hopper")
+    parser.add_argument("--slim", action="store_true", help="without what this library does not use on Hopper")
+    parser.add_argument(
+        "--link", nargs="+", action="extend", default=[], metavar="FOLDER",
+        help="without these packages, such as numba or nvidia/cudnn: unpack.sh links those of the other machine",
+    )  # fmt: skip
+    parser.add_argument(
+        "--drop", nargs="+", action="extend", default=[], metavar="PATTERN", help="without what matches, such as 'z3*'"
     )
-    total = sum(piece["size"] for piece in listing["pieces"])
-    print(f"\n{len(listing['pieces'])} pieces, {total / 2**20:.0f} MiB, in {args.out}")
+    args = parser.parse_args(argv)
+    begin = time.monotonic()
+    try:
+        listing = pack(
+            args.site,
+            args.out,
+            piece_bytes=args.piece_mib * 2**20,
+            drop=tuple(args.drop),
+            link=tuple(args.link),
+            arch=args.arch,
+            slim=args.slim,
+        )
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    pieces = listing["pieces"]
+    size, unpacked = (sum(piece[key] for piece in pieces) / 2**20 for key in ("size", "unpacked"))
+    print(
+        f"{args.out}: {len(pieces)} pieces, {size:.0f} MiB, {unpacked:.0f} MiB unpacked, for Python "
+        f"{listing['python']}; {time.monotonic() - begin:.0f} s"
+    )
     return 0
 
 
