@@ -13,27 +13,30 @@ Reads are counted on the meta device, which has no numbers to give: whatever ask
 
 from __future__ import annotations
 
-import json
-import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from torchtitan_rl import adapters
 
 adapters.prepare_vllm(eager=True)
 
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # noqa: E402
+
 from torchtitan_rl import platform  # noqa: E402
 from torchtitan_rl.config.meshes import TrainerConfig  # noqa: E402
 from torchtitan_rl.config.model import ModelConfig, Qwen3Shape  # noqa: E402
+from torchtitan_rl.model.spec import build_spec, training_spec  # noqa: E402
 from torchtitan_rl.types import Microbatch  # noqa: E402
 
 __all__ = ["Counts", "HostReads", "OperatorCount", "decode_counts", "training_counts", "training_reads"]
@@ -49,6 +52,17 @@ _FREE = {
     *("aten._local_scalar_dense", "aten._reshape_alias", "prim.device", "fsdp.set_"),
 }
 """Operators that compute nothing and are not marked as views."""
+_ROWS = {"aten.embedding", "aten.gather", "aten.index", "aten.index_select"}
+"""Operators that read as much of a tensor as they write."""
+_READS = {
+    *("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.equal", "aten.is_nonzero"),
+    *("aten._unique2", "aten.unique_dim", "aten.repeat_interleave.Tensor", "aten.bincount"),
+}
+_PRODUCTS = {
+    *("aten.mm", "aten.addmm", "aten.addmm_", "aten.bmm", "aten.baddbmm", "aten._grouped_mm"),
+    *("torch_attn._varlen_attn", "torch_attn._varlen_attn_backward", "vllm.attention"),
+}
+"""Matrix products and attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,22 +77,39 @@ class Counts:
 
 
 class OperatorCount(TorchDispatchMode):
-    """Counts the operators that compute, by name."""
+    """Counts the operators that compute, by name, and the bytes of the tensors that they read and write."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: Counter[str] = Counter()
+        self.moved: Counter[str] = Counter()
+        self.reads: Counter[str] = Counter()
+        """Operators whose result the host has to know before it goes on."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = str(func).rpartition(".")[0]
+        name, result = str(func).rpartition(".")[0], func(*args, **(kwargs or {}))
+        if name in _READS:
+            self.reads[name] += 1
         if name not in _FREE and not func.is_view:
             self.calls[name] += 1
-        return func(*args, **(kwargs or {}))
+            written = _num_bytes(result)
+            self.moved[name] += written + (written if name in _ROWS else _num_bytes((args, kwargs or {})))
+        return result
+
+    @property
+    def moved_between_products(self) -> int:
+        """Bytes of all operators but matrix products and attention."""
+        return sum(size for name, size in self.moved.items() if name not in _PRODUCTS)
 
 
-def _counts(measure: Callable[[int], int]) -> Counts:
-    """From the operators of a model of so many layers."""
-    fewer, more = map(measure, LAYERS)
+def _num_bytes(tree: Any) -> int:
+    """Bytes of the tensors in a tree. What an expanded tensor repeats counts once."""
+    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    return sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in tensors)
+
+
+def _difference(fewer: int, more: int) -> Counts:
+    """From the operators of models of `LAYERS` layers."""
     layer = (more - fewer) // (LAYERS[1] - LAYERS[0])
     return Counts(layer, fewer - layer * LAYERS[0])
 
@@ -104,14 +135,13 @@ class _NoAttention(torch.nn.Module):
         return torch.empty_like(query)
 
 
-def decode_operators(num_layers: int, *, packed: bool = False) -> Counter[str]:
+def decode_operators(num_layers: int, *, packed: bool = False) -> OperatorCount:
     """Of one decode step up to the logits. `packed`: by matrices that a CPU packs, as no GPU does."""
     from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
 
     from torchtitan_rl.engine import layers
     from torchtitan_rl.engine.kernels import pack_matrices
     from torchtitan_rl.engine.plan import generator_spec
-    from torchtitan_rl.model.spec import build_spec
 
     vllm_config = VllmConfig(device_config=DeviceConfig("cpu"))
     with set_current_vllm_config(vllm_config), mock.patch.object(layers, "Attention", _NoAttention):
@@ -129,11 +159,12 @@ def decode_operators(num_layers: int, *, packed: bool = False) -> Counter[str]:
             hidden = layer(hidden, None, positions_T[None])
         decoder.lm_head(decoder.norm(hidden)[0])
     count.calls["vllm.attention"] += ATTENTION_OPERATORS * num_layers
-    return count.calls
+    return count
 
 
 def decode_counts(*, packed: bool = False) -> Counts:
-    return _counts(lambda num_layers: decode_operators(num_layers, packed=packed).total())
+    """Of the model alone: scheduling, inputs and sampling are vLLM's."""
+    return _difference(*(decode_operators(num_layers, packed=packed).calls.total() for num_layers in LAYERS))
 
 
 # A training step.
@@ -158,15 +189,17 @@ def _rms_norm_backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
     return torch.zeros_like(x), torch.zeros_like(weight)
 
 
+_rms_norm.register_fake(lambda x, weight: torch.empty_like(x))
+_rms_norm_backward.register_fake(lambda grad, x, weight: (torch.empty_like(x), torch.empty_like(weight)))
 _rms_norm.register_autograd(
     lambda ctx, grad: _rms_norm_backward(grad, *ctx.saved_tensors),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
 )
 
 
-def _norm_in_one(x: torch.Tensor, shape: Any, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """A norm as CUDA computes it, in one operator forward and one backward."""
-    return _rms_norm(x, weight)
+def _norms_in_one() -> Any:
+    """Norms as CUDA computes them, in one operator forward and one backward."""
+    return mock.patch.object(torch.nn.functional, "rms_norm", lambda x, shape, weight, eps: _rms_norm(x, weight))
 
 
 @contextmanager
@@ -178,17 +211,6 @@ def _cuda_attention() -> Iterator[None]:
         library.impl("_varlen_attn", _no_attention, "CPU")
         library.impl("_varlen_attn_backward", _no_attention_backward, "CPU")
         yield
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingCounts:
-    forward: Counts
-    backward: Counts
-    """With what activation checkpointing computes again."""
-    microbatch: Counts
-    """All of a microbatch: forward, loss, metrics, backward, rows for the controller."""
-    step: Counts
-    """Clipping and AdamW."""
 
 
 def training_operators(num_layers: int, checkpoint: Any) -> dict[str, Counter[str]]:
@@ -225,9 +247,9 @@ def training_operators(num_layers: int, checkpoint: Any) -> dict[str, Counter[st
 def training_counts(checkpoint: Any) -> dict[str, Counts]:
     """By part: `forward`, `microbatch` (forward, loss, metrics, backward, with what is computed again), `step`
     (clipping and AdamW). The process group must exist."""
-    with _cuda_attention(), mock.patch.object(torch.nn.functional, "rms_norm", _norm_in_one):
+    with _cuda_attention(), _norms_in_one():
         fewer, more = (training_operators(num_layers, checkpoint) for num_layers in LAYERS)
-    return {part: _counts(lambda n, part=part: (fewer if n == LAYERS[0] else more)[part].total()) for part in fewer}
+    return {part: _difference(fewer[part].total(), more[part].total()) for part in fewer}
 
 
 # What the host waits for.
@@ -276,40 +298,66 @@ def _place() -> str:
     return f"{frame.filename.rpartition('site-packages/')[2].rpartition('torchtitan_rl/')[2]}:{frame.name}"
 
 
-def training_reads(batches: list[Microbatch], loss: Any, attention: str = "varlen") -> HostReads:
-    """Reads and uploads of a forward and backward of these microbatches."""
-    from types import SimpleNamespace
-
-    from torchtitan_rl.model.spec import build_spec, training_spec
-    from torchtitan_rl.model.train_step import accumulate_gradients
-
-    view = SimpleNamespace(parallelism=TrainerConfig().parallelism)
-    spec = training_spec(build_spec(sized(2)), view, attention=attention, chunk_bytes=platform.logprob_chunk_bytes(0))
+def meta_model(config: ModelConfig, checkpoint: Any = "none", attention: str = "varlen") -> torch.nn.Module:
+    """A trainer's model in bfloat16 on the meta device, without FSDP."""
+    spec = training_spec(
+        build_spec(config),
+        SimpleNamespace(parallelism=TrainerConfig().parallelism),
+        attention=attention,
+        chunk_bytes=platform.logprob_chunk_bytes(0, "cuda"),
+    )
     with torch.device("meta"):
         model = spec.model.build()
-    model.to(torch.bfloat16).train()
+    if checkpoint != "none":
+        {"selective": SelectiveAC, "full": FullAC}[checkpoint].Config().build(dump_folder="").apply(model)
+    return model.to(torch.bfloat16).train()
+
+
+def training_reads(batches: list[Microbatch], loss: Any, attention: str = "varlen") -> HostReads:
+    """Reads and uploads of a forward and backward of these microbatches, with the loss."""
+    from torchtitan_rl.model.train_step import accumulate_gradients
+
+    model = meta_model(sized(2), attention=attention)
     with HostReads() as host:
         accumulate_gradients(model, batches, loss, torch.device("meta"))
     return host
+
+
+def training_traffic(config: ModelConfig, batch: Microbatch, checkpoint: Any) -> int:
+    """Bytes that a forward and backward of a microbatch read and write besides matrix products, attention and the
+    head, whose logits `roofline` counts."""
+    from torchtitan_rl.algorithm.losses import importance_sampling
+    from torchtitan_rl.model import logprob_head
+    from torchtitan_rl.model.train_step import accumulate_gradients
+
+    def no_head(hidden_TD, weight_VD, targets, **softmax) -> dict[str, torch.Tensor]:
+        numbers_T = hidden_TD.sum(-1, dtype=torch.float32)
+        return {"policy_logprobs": numbers_T, "entropy": numbers_T}
+
+    patches = mock.patch.object(logprob_head, "target_scores", no_head), _norms_in_one()
+    with patches[0], patches[1]:
+        model = meta_model(config, checkpoint)
+        with HostReads(), OperatorCount() as count:
+            accumulate_gradients(model, [batch], importance_sampling, torch.device("meta"))
+    return count.moved_between_products
 
 
 def main() -> None:
     import torch.distributed as dist
 
     from scripts.gpu_checks.logprob_chunk import microbatch
+    from torchtitan_rl.algorithm.losses import importance_sampling
 
-    decode = decode_counts()
-    print("decode step", decode, "0.6B:", decode.total(28), "packed:", decode_counts(packed=True))
-    print(json.dumps(decode_operators(1), indent=1))
+    rows = [("decode step", decode_counts()), ("decode step, packed matrices", decode_counts(packed=True))]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     for checkpoint in ("none", "selective", "full"):
-        for part, counts in training_counts(checkpoint).items():
-            print(checkpoint, part, counts, "0.6B:", counts.total(28))
-    from torchtitan_rl.algorithm import losses
-
-    for loss in (losses.importance_sampling, losses.ppo, losses.cispo, losses.gspo, losses.dppo_tv, losses.sapo):
-        host = training_reads([microbatch(2, 32, 128)] * 2, loss)
-        print(loss.__name__, *host.reads, *host.uploads, sep="\n  ")
+        rows += [(f"{part}, {checkpoint}", counts) for part, counts in training_counts(checkpoint).items()]
+    dist.destroy_process_group()
+    print("| operators of | a layer | the rest | 28 layers |", "|---|---|---|---|", sep="\n")
+    for name, counts in rows:
+        print(f"| {name} | {counts.layer} | {counts.rest} | {counts.total(28):,} |")
+    host = training_reads([microbatch(2, 32, 128)] * 2, importance_sampling)
+    print("\nReads of two microbatches:", *host.reads, *host.uploads, sep="\n- ")
 
 
 if __name__ == "__main__":

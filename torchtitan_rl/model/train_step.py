@@ -116,7 +116,8 @@ def accumulate_gradients(
 
 
 def _trained(batch: Microbatch, device: torch.device) -> torch.Tensor | None:
-    """Indices of the trained tokens of sampled data, found on the host: a mask that selects on the device would have to be read."""
+    """Indices of the trained tokens of sampled data, found on the host: a mask that selects on the device would have to
+    be read. None for other data."""
     if "sampling_logprobs" not in batch.loss_inputs:
         return None
     return (batch.loss_inputs["loss_mask"] > 0).nonzero(as_tuple=True)[0].to(device, non_blocking=True)
