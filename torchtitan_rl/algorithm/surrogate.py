@@ -104,13 +104,14 @@ def check_clip(clip_low: float, clip_high: float, dual_clip: float = float("inf"
 # Metrics of any loss.
 
 
-def sampled_metrics(inputs: LossInputs) -> dict[str, torch.Tensor]:
+def sampled_metrics(inputs: LossInputs, trained_N: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
     """Metric sums of any loss on sampled data: entropy and, with one target per position, how far trainer and generator
-    disagree. Empty for a critic and for data without `sampling_logprobs`."""
+    disagree. Empty for a critic and for data without `sampling_logprobs`. `trained_N`: indices of the tokens that
+    `loss_mask` marks, which the host need not read from the device then."""
     if inputs.policy_logprobs is None or "sampling_logprobs" not in inputs.tensors:
         return {}
     with torch.no_grad():
-        sums = {"policy/entropy": inputs.entropy[inputs.loss_mask > 0].sum()}
+        sums = {"policy/entropy": inputs.entropy[inputs.loss_mask > 0 if trained_N is None else trained_N].sum()}
         return sums | (mismatch(inputs.policy_logprobs, inputs) if inputs.policy_logprobs.dim() == 1 else {})
 
 

@@ -21,12 +21,12 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
-from torchtitan.models.common.attention import VarlenAttention
+from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
 
 from torchtitan_rl import adapters
 from torchtitan_rl.model.shared_prefix import MASKED_QUERIES
 
-__all__ = ["PackedDocuments", "PackedSDPA", "SharedKeys", "attend", "needs_whole_heads"]
+__all__ = ["PackedDocuments", "PackedSDPA", "SharedKeys", "attend", "needs_whole_heads", "varlen_metadata"]
 
 adapters.adapt_torchtitan()
 
@@ -71,7 +71,7 @@ class PackedDocuments(NamedTuple):
             buckets = _buckets(list(documents))
             to_dense, to_packed = _indices(buckets)
             sizes = tuple((len(members), len(members[-1])) for members in buckets)
-            return cls(to_dense.to(device), to_packed.to(device), sizes, tuple(lengths))
+            return cls(_sent(to_dense, device), _sent(to_packed, device), sizes, tuple(lengths))
         after: dict[tuple[int, int], list[torch.Tensor]] = {}  # documents by the prompt in front of them
         first = 0
         for document, size in zip(documents, shared, strict=True):
@@ -81,9 +81,14 @@ class PackedDocuments(NamedTuple):
         prompts, buckets = tuple(prompt for prompt, _ in by_prompt), [members for _, members in by_prompt]
         to_dense, to_packed = _indices(buckets)
         to_dense_K, to_key_T = _indices(buckets, prompts)
-        keys = SharedKeys(to_dense_K.to(device), to_key_T.to(device), prompts)
+        keys = SharedKeys(_sent(to_dense_K, device), _sent(to_key_T, device), prompts)
         sizes = tuple((len(members), len(members[-1])) for members in buckets)
-        return cls(to_dense.to(device), to_packed.to(device), sizes, tuple(lengths), keys)
+        return cls(_sent(to_dense, device), _sent(to_packed, device), sizes, tuple(lengths), keys)
+
+
+def _sent(indices: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """A copy on the device, which the host does not wait for."""
+    return indices.to(device, non_blocking=True)
 
 
 def _buckets(documents: list[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -287,6 +292,13 @@ def _attend_after_prompt(q_BNLH, k_BNSH, v_BNSH, scale: float | None, enable_gqa
         )
         outs.append(out)
     return torch.cat(outs, 2)
+
+
+def varlen_metadata(lengths: list[int], device: torch.device | str) -> VarlenMetadata:
+    """What torchtitan's `create_varlen_metadata_for_document` finds out from positions on the device, by two reads for
+    which the host waits; the lengths of packed documents are known here."""
+    ends_D = _sent(torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32), device)
+    return VarlenMetadata(cu_seq_q=ends_D, cu_seq_k=ends_D, max_q=max(lengths), max_k=max(lengths))
 
 
 def needs_whole_heads(query: torch.Tensor) -> bool:

@@ -29,7 +29,7 @@ def expect(model, routing: Routing | None, *, padding: int, device: torch.device
             f"routing: has {top_k} experts in each of {num_layers} layers, and this model has "
             f"{[router.top_k for router in routers]}; train the model that sampled"
         )
-    experts_TLK = routing.experts.to(device, torch.int64)
+    experts_TLK = routing.experts.to(device, torch.int64, non_blocking=True)
     any_experts = torch.arange(top_k, device=device).expand(padding, num_layers, top_k)
     for router, experts_TK in zip(routers, torch.cat([experts_TLK, any_experts]).unbind(1), strict=True):
         router.expect(experts_TK[None].contiguous(), replays=routing.replayed)  # the experts take a view of them

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import time
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
 from torchtitan.distributed.utils import clip_grad_norm_
-from torchtitan.models.common.attention import create_varlen_metadata_for_document
 
 from torchtitan_rl.algorithm.losses import sampled_metrics
 from torchtitan_rl.model import routing_replay
-from torchtitan_rl.model.attention import PackedDocuments, PackedSDPA
+from torchtitan_rl.model.attention import PackedDocuments, PackedSDPA, varlen_metadata
 from torchtitan_rl.model.shared_prefix import SharedPrefix
 from torchtitan_rl.record.tracing import span
 from torchtitan_rl.types import Accumulated, LossFunction, LossInputs, Microbatch, OptimParams
@@ -35,31 +36,33 @@ def head_outputs(
         prefix = SharedPrefix.build(lengths, shared)
         lengths, tokens_T, targets = prefix.lengths, tokens_T[prefix.computed_U], targets[prefix.computed_U]
         if "teacher_hidden_TD" in extra:
-            extra |= {"teacher_hidden_TD": extra["teacher_hidden_TD"][prefix.computed_U.to(device)]}
+            extra |= {"teacher_hidden_TD": extra["teacher_hidden_TD"][prefix.computed_U.to(device, non_blocking=True)]}
     num_tokens = len(tokens_T)
     padding = -num_tokens % multiple_of
     if padding:
         lengths, shared = [*lengths, padding], None if shared is None else [*shared, 0]
-    tokens_T = F.pad(tokens_T, (0, padding)).to(device)
+    tokens_T = F.pad(tokens_T, (0, padding)).to(device, non_blocking=True)
     firsts = shared or [0] * len(lengths)
-    positions_T = torch.cat([torch.arange(at, at + num) for at, num in zip(firsts, lengths, strict=True)]).to(device)
+    positions_T = torch.cat([torch.arange(at, at + num) for at, num in zip(firsts, lengths, strict=True)]).to(
+        device, non_blocking=True
+    )
     if isinstance(model.config.first_attention.inner_attention, PackedSDPA.Config):
         masks = PackedDocuments.build(lengths, device, shared)
     elif shared is None:
-        masks = create_varlen_metadata_for_document(positions_T[None])
+        masks = varlen_metadata(lengths, device)
     else:
         raise RuntimeError(
             "trainer.shared_prefix='auto': attention of variable lengths computes each document by itself; use 'off', "
             "or trainer.attention='sdpa'"
         )
-    targets = F.pad(targets, (0, 0) * (targets.dim() - 1) + (0, padding)).to(device)
+    targets = F.pad(targets, (0, 0) * (targets.dim() - 1) + (0, padding)).to(device, non_blocking=True)
     (model.lm_head.ask if extra else model.lm_head.target)(targets, temperature, **extra)
     routing_replay.expect(model, batch.routing, padding=padding, device=device)
     outputs = model(tokens_T[None], positions=positions_T[None], attention_masks=masks)
     rows = {name: rows_1T[0, :num_tokens] for name, rows_1T in outputs.items()}
     if prefix is None:
         return rows
-    row_T = prefix.row_T.to(device)
+    row_T = prefix.row_T.to(device, non_blocking=True)
     return {name: of_computed.index_select(0, row_T) for name, of_computed in rows.items()}
 
 
@@ -75,30 +78,56 @@ def accumulate_gradients(
 ) -> Accumulated:
     """Adds the gradient of `loss_weight` x the summed loss to the parameters.
 
-    The loss is a token sum, so the result does not depend on how datums were split into microbatches.
+    The loss is a token sum, so the result does not depend on how datums were split into microbatches. Numbers are read
+    from the device after the last microbatch: the host launches the next one while the device computes.
     """
     result = Accumulated(rows={}, loss=0.0, sums={}, interval=(time.time(), 0.0))
+    names: list[list[str]] = []
+    scalars: list[torch.Tensor] = []
+    rows: dict[str, list[tuple[torch.Tensor, list[int]]]] = {}
     for batch in batches:
         tensors = {name: rows.to(device, non_blocking=True) for name, rows in batch.loss_inputs.items()}
         extra = {"teacher_hidden_TD": tensors["teacher_hidden"]} if "teacher_hidden" in tensors else {}
         with span("forward"):
             outputs = head_outputs(model, batch, device, temperature=temperature, multiple_of=multiple_of, **extra)
-        datum_T = torch.repeat_interleave(torch.tensor(batch.lengths)).to(device)
+        datum_T = torch.repeat_interleave(torch.tensor(batch.lengths)).to(device, non_blocking=True)
         inputs = LossInputs(**outputs, datum=datum_T, num_datums=len(batch.lengths), tensors=tensors, turns=batch.turns)
         loss, metrics = loss_fn(inputs)
-        metrics = {**sampled_metrics(inputs), **metrics}
+        metrics = {**sampled_metrics(inputs, _trained(batch, device)), **metrics}
         if batch.routing is not None:
             metrics |= routing_replay.agreement(model, tensors["loss_mask"])
         with span("backward"):
             (loss * loss_weight).backward()
-        result.loss += loss.item()
-        for name, value in metrics.items():
-            new, old = float(value), result.sums.get(name)
-            result.sums[name] = new if old is None else max(old, new) if name.endswith("_max") else old + new
+        names.append(list(metrics))
+        scalars += [_scalar(value, device) for value in (loss, *metrics.values())]
         for name in outputs.keys() & {"policy_logprobs", "predicted_values"}:
-            add_rows(result, name, outputs[name].float(), batch.lengths)
+            rows.setdefault(name, []).append((outputs[name].detach().float(), batch.lengths))
+    numbers = iter(torch.stack(scalars).tolist() if scalars else [])  # one copy from the device
+    for of_batch in names:
+        result.loss += next(numbers)
+        for name in of_batch:
+            new, old = next(numbers), result.sums.get(name)
+            result.sums[name] = new if old is None else max(old, new) if name.endswith("_max") else old + new
+    for name, of_batches in rows.items():
+        for rows_T, lengths in of_batches:
+            add_rows(result, name, rows_T, lengths)
     result.interval = (result.interval[0], time.time())
     return result
+
+
+def _trained(batch: Microbatch, device: torch.device) -> torch.Tensor | None:
+    """Indices of the trained tokens of sampled data, found on the host: a mask that selects on the device would have to
+    be read. None for other data."""
+    if "sampling_logprobs" not in batch.loss_inputs:
+        return None
+    return (batch.loss_inputs["loss_mask"] > 0).nonzero(as_tuple=True)[0].to(device, non_blocking=True)
+
+
+def _scalar(value: Any, device: torch.device) -> torch.Tensor:
+    """A number, or a tensor of one, in float64, which has every number of float32 and every count."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to(device, torch.float64).reshape(())
+    return torch.full((), value, dtype=torch.float64, device=device)  # a fill; for a copy the host would wait
 
 
 def add_rows(result: Accumulated, name: str, rows_T: torch.Tensor, lengths: list[int]) -> None:
@@ -116,8 +145,9 @@ def clip_and_step(
     `params` has a number in every field. `expert_parallel`: experts lie on a separate mesh, with a norm of their own.
     """
     if grad_scale != 1.0:
-        for gradient in [p.grad for p in parameters if p.grad is not None]:
-            gradient.mul_(grad_scale)
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        # This rank's shards, in one operator. Every rank scales its own, so no mesh has to know.
+        torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in gradients], grad_scale)
     norm = float(clip_grad_norm_(parameters, params.max_grad_norm, foreach=True, ep_enabled=expert_parallel))
     finite = math.isfinite(norm)
     if finite:
