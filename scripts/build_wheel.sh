@@ -17,6 +17,8 @@ for device in cpu cuda; do
     --no-annotate --no-header --no-emit-index-url --no-emit-find-links >dist/all
   # torch's build for CPUs needs no CUDA libraries, and is a version of its own.
   if [[ $device == cpu ]]; then sed -i -E '/^(nvidia|cuda)-/d; s/^torch==([0-9.]+)$/torch==\1+cpu/' dist/all; fi
+  # uv pip takes the override of pyproject.toml, which names an extra, for "never".
+  if [[ $device == cuda ]]; then grep -m 1 -oE 'torchvision==[0-9.]+' pyproject.toml >>dist/all; sort -o dist/all dist/all; fi
   {
     echo "# Made by scripts/build_wheel.sh: every package that torchtitan-rl[$device] needs, to be installed with --no-deps."
     sed "/'never'/d" dist/all
