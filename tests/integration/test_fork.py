@@ -19,6 +19,7 @@ from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.tools.verify import differences_of, environments, problems_of
 from torchtitan_rl.train.fork import make_fork, plan_fork
 from torchtitan_rl.train.run_record import read_record
+from torchtitan_rl.weights.checkpoint import latest
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +100,7 @@ def test_a_fork_under_a_supervisor_begins_again_after_a_kill(parent, tmp_path):
             [sys.executable, "-m", "torchtitan_rl.cli", *words], stderr=subprocess.PIPE, text=True
         )
         deadline = time.monotonic() + 250
-        while not (path / "checkpoints" / "step-3" / "COMPLETE").exists():
+        while latest(path / "checkpoints") != path / "checkpoints" / "step-3":
             assert supervisor.poll() is None and time.monotonic() < deadline
             time.sleep(0.02)
         (attempt,) = supervisor.children()
