@@ -36,7 +36,7 @@ _DEFAULTS = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # compiles with the CUDA toolkit at the start; vLLM's own kernels are measured
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # may compile at the start; vLLM's own kernels are what was measured
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_MLA_DISABLE": "1",  # torchtitan's latent attention gives keys and values of heads to vLLM's usual cache
     "TOKENIZERS_PARALLELISM": "false",
