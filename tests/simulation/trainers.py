@@ -155,7 +155,7 @@ class FakeTrainer:
         norm = float("inf") if skipped else 1.0
         return OptimStepOutput(grad_norm=norm, lr=params.lr, policy_version=self.version, skipped=skipped)
 
-    def push_weights(self, dtype: torch.dtype, transport: str, verify: bool) -> int:
+    def push_weights(self, dtype: torch.dtype, transport: str, verify: bool, adapters_apart: bool = False) -> int:
         self.world.store.held[self.version] = self.weights
         self.world.log.publications.append(self.version)
         return self.version

@@ -85,6 +85,10 @@ class Generator(Actor):
         return await self.rank.load(version)
 
     @concurrent_endpoint
+    async def load_adapters(self, version: int, slot: int) -> float | ValueError:
+        return await self.rank.load_adapters(version, slot)
+
+    @concurrent_endpoint
     async def profile(self, file: str) -> None:
         await self.rank.profile(file)
 

@@ -93,15 +93,38 @@ class GeneratorRank:
         """Stages a version from the store. Returns why its tensors do not fit this model; None where they do."""
         with span("fetch weights", version=version):
             manifest, payload = await self.store.fetch(version, verify=verify)
-            published = {name: (entry.shape, entry.dtype) for name, entry in manifest.entries.items()}
-            if published != self.engine.parameter_specs:
-                difference = explain_difference(manifest.entries, self.engine.parameter_specs)
+            if self.engine.adapter_specs:
+                return await self._stage_adapters(version, manifest, payload, verify)
+            if difference := _difference(manifest, self.engine.parameter_specs):
                 return ValueError(f"policy_version={version}: does not fit this generator: {difference}")
             tensors = layout.read(payload, manifest)
             if name := self.engine.unequal_tie(tensors):
                 return ValueError(f"policy_version={version}: {name} differs from the tensor that it is tied to")
             self.engine.stage(version, tensors)
             return None
+
+    async def _stage_adapters(
+        self, version: int, manifest: layout.Manifest, payload: torch.Tensor, verify: bool
+    ) -> ValueError | None:
+        """Stages adapters, and before those of another base than the engine holds that base."""
+        if not manifest.base:
+            return ValueError(
+                f"policy_version={version}: has adapters merged into its weights, and this generator holds adapters "
+                "apart from their base; publish the adapters alone, or use generator.max_adapters=0"
+            )
+        if difference := _difference(manifest, self.engine.adapter_specs):
+            return ValueError(f"policy_version={version}: does not fit this generator's adapters: {difference}")
+        base = None
+        if manifest.base != self.engine.base:
+            base_manifest, base_payload = await self.store.fetch(manifest.base, verify=verify)
+            if difference := _difference(base_manifest, self.engine.parameter_specs):
+                return ValueError(f"{manifest.base}: does not fit this generator: {difference}")
+            tensors = layout.read(base_payload, base_manifest)
+            if name := self.engine.unequal_tie(tensors):
+                return ValueError(f"{manifest.base}: {name} differs from the tensor that it is tied to")
+            base = manifest.base, tensors
+        self.engine.stage_adapters(version, layout.read(payload, manifest), base)
+        return None
 
     async def fetch_hf(self, directory: str, version: int) -> None:
         """Stages weights from a Hugging Face directory. Raises RuntimeError for tensors that do not fit this model."""
@@ -123,6 +146,11 @@ class GeneratorRank:
         seconds from one engine step to the next, or why the version cannot be loaded: the engine stands still then,
         until a later load succeeds."""
         return await asyncio.shield(asyncio.wrap_future(self.engine.load(version)))
+
+    async def load_adapters(self, version: int, slot: int) -> float | ValueError:
+        """Copies fetched adapters into a slot between two engine steps. Returns the seconds it took, or why they cannot
+        be loaded: the slot is empty then."""
+        return await asyncio.shield(asyncio.wrap_future(self.engine.load_adapters(version, slot)))
 
     async def profile(self, file: str) -> None:
         """Begins to profile this process; with `file`, ends and writes the trace there."""
@@ -151,3 +179,9 @@ class GeneratorRank:
     async def abort(self) -> None:
         """Does nothing: an engine's thread has ended, or hangs and cannot be ended. The actor's endpoint of this name
         ends the process."""
+
+
+def _difference(manifest: layout.Manifest, specs: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> str:
+    """How the tensors of a version differ from those that an engine takes, in words; empty: in nothing."""
+    published = {name: (entry.shape, entry.dtype) for name, entry in manifest.entries.items()}
+    return "" if published == specs else explain_difference(manifest.entries, specs)

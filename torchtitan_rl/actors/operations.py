@@ -86,7 +86,7 @@ class TrainerOperations(Protocol):
     # Weights, through the store.
 
     @needs("model")
-    def push_weights(self, dtype: torch.dtype, transport: str, verify: bool) -> int | NotFinite:
+    def push_weights(self, dtype: torch.dtype, transport: str, verify: bool, adapters_apart: bool) -> int | NotFinite:
         """Publishes the policy version for generators. Returns the version, or which tensor is not finite."""
 
     def discard_weights(self, version: int | str) -> None:
@@ -197,6 +197,11 @@ class GeneratorOperations(Protocol):
     async def load(self, version: int) -> float | ValueError:
         """Copies the staged version into the model. Returns the seconds for which the engine stood still, or why the
         version cannot be loaded."""
+
+    @needs("weights")
+    async def load_adapters(self, version: int, slot: int) -> float | ValueError:
+        """Copies the staged adapters into a slot of the model, and the base that they are for if the model has another.
+        Returns as `load` does."""
 
     async def probe(self) -> None:
         """Returns once the engine's thread has answered."""

@@ -86,8 +86,10 @@ class PolicyTrainer(Actor):
     # Weights, through the store.
 
     @endpoint
-    async def push_weights(self, dtype: torch.dtype, transport: str, verify: bool) -> int | NotFinite:
-        return await self.rank.push_weights(dtype, transport, verify)
+    async def push_weights(
+        self, dtype: torch.dtype, transport: str, verify: bool, adapters_apart: bool
+    ) -> int | NotFinite:
+        return await self.rank.push_weights(dtype, transport, verify, adapters_apart)
 
     @endpoint
     async def discard_weights(self, version: int | str) -> None:

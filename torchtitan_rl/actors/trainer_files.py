@@ -41,6 +41,7 @@ class TrainerFiles:
             if rank.config.lora is not None:  # an export has the old adapters merged in: start with B = 0
                 lora.draw_adapters(rank.model, rank.seed)
             rank.policy_version, self._base_fingerprint = 0, None
+            rank.exchange.base_has_changed()
         else:
             self.load_weights(path, 0)
         if rank.optimizers is not None:

@@ -203,10 +203,16 @@ class TrainerRank:
     # Weights, through the store.
 
     @implements(TrainerOperations.push_weights)
-    async def push_weights(self, dtype: torch.dtype, transport: str, verify: bool) -> int | NotFinite:
-        """Publishes this policy version to the store, parameters cast to `dtype`. Returns the version, or which tensor
-        is not finite; then nothing is published."""
-        first = await self.exchange.push(self.policy_version, dtype, transport, verify)
+    async def push_weights(
+        self, dtype: torch.dtype, transport: str, verify: bool, adapters_apart: bool
+    ) -> int | NotFinite:
+        """Publishes this policy version to the store, parameters cast to `dtype`: its weights with adapters merged in,
+        or with `adapters_apart` the adapters alone, before the first of them the base. Returns the version, or which
+        tensor is not finite; then the version is not published."""
+        if adapters_apart:
+            first = await self.exchange.push_adapters(self.policy_version, dtype, transport, verify)
+        else:
+            first = await self.exchange.push(self.policy_version, dtype, transport, verify)
         return NotFinite(version=self.policy_version, tensor=first) if first else self.policy_version
 
     @implements(TrainerOperations.discard_weights)

@@ -42,6 +42,8 @@ def open_fields(config: RunConfig) -> dict[str, str]:
         sources["generator.num_spares"] = "from generator.num_replicas"
     if config.generator.record_routing is None:
         sources["generator.record_routing"] = "from algorithm.expert_routing"
+    if config.generator.max_adapters and config.generator.adapters is None and config.trainer.lora is not None:
+        sources["generator.adapters"] = "from trainer.lora"
     return sources
 
 
@@ -66,12 +68,15 @@ def settled(config: RunConfig) -> RunConfig:
     records = config.generator.record_routing
     if records is None:
         records = config.algorithm.expert_routing != "own"
+    adapters = config.generator.adapters
+    if adapters is None and config.generator.max_adapters:
+        adapters = config.trainer.lora
     return dataclasses.replace(
         config,
         trainer=trainers["policy"],
         roles=dataclasses.replace(config.roles, **roles),
         generator=dataclasses.replace(
-            config.generator, max_model_len=context, num_spares=spares, record_routing=records
+            config.generator, max_model_len=context, num_spares=spares, record_routing=records, adapters=adapters
         ),
     )
 

@@ -208,6 +208,13 @@ class GeneratorConfig:
     """True: completions of a mixture of experts say to which experts each of their tokens was sent
     (`Completion.routed_experts`). The engine keeps a byte for each expert of a token, for each layer and each token
     that fits the KV cache. None: where `algorithm.expert_routing` needs it."""
+    max_adapters: Annotated[int, Ge(0), Hint("use 0 to merge adapters into the weights that are sent")] = 0
+    """With `trainer.lora`: versions of adapters that an engine holds side by side over one base, with requests of all
+    of them in one batch. The base is sent once, and each version sends its adapters alone. A request keeps the version
+    that it began with. At least 2: the version that is served, and the one that replaces it. 0: adapters are merged,
+    and each version sends all weights; a decoded token costs less then."""
+    adapters: LoRAConfig | None = None
+    """What adapters an engine has room for; None: with `max_adapters` those of `trainer.lora`, else none."""
     verify_loaded: bool = True
     """After every load, each rank compares the weights that its model holds with the weights that were sent, bit for
     bit. Not with `model_impl="vllm"`, which packs weights in its own way."""

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from torchtitan_rl.actors.operations import GeneratorOperations, Operation
+from torchtitan_rl.dispatch.resident_adapters import ResidentAdapters
 from torchtitan_rl.dispatch.role_mesh import RoleMesh, WorkerLost
 from torchtitan_rl.dispatch.versions import ServedVersions
 from torchtitan_rl.record.tracing import span
@@ -33,12 +34,22 @@ class Replica:
     same version. The version `versions.served` serves unpinned requests, and until a pull has fetched it, the version
     before. A pull may change the weights under an unpinned request; the completion's `policy_versions` say which
     version sampled each token.
+
+    An engine with slots for adapters serves any versions side by side. A request keeps the adapters that it began with,
+    and waits only while every slot is held by other requests.
     """
 
     def __init__(
-        self, mesh: RoleMesh, versions: ServedVersions, verify: bool, on_load: Callable[[], None] | None = None
+        self,
+        mesh: RoleMesh,
+        versions: ServedVersions,
+        verify: bool,
+        on_load: Callable[[], None] | None = None,
+        num_adapter_slots: int = 0,
     ):
-        """`on_load` is called after each load of weights. A load empties the engine's caches."""
+        """`on_load` is called after each load of weights. A load empties the engine's caches. `num_adapter_slots`: of
+        the engine; 0: it holds one version."""
+        self._adapters = ResidentAdapters(num_adapter_slots) if num_adapter_slots else None
         self.mesh, self.versions, self.verify, self.on_load = mesh, versions, verify, on_load
         self.loaded_version: int | None = None
         """The policy version that the engine holds; None before the first load, and once the replica is lost."""
@@ -64,7 +75,9 @@ class Replica:
         """Yields answers as they come, each with the index of its request; a ValueError is the answer to a request at
         fault. Raises ReplicaLost, also when `timeout_s` pass without an answer, and VersionRefused."""
         self._num_tickets = ticket = self._num_tickets + 1
-        async with self._serving(version):
+        async with self._serving(version) if self._adapters is None else self._holding(version) as adapter:
+            for request in requests:
+                request.adapter = adapter
             num_left = len(requests)
             self.unanswered += num_left
             while num_left:
@@ -83,6 +96,10 @@ class Replica:
         VersionRefused."""
         if self._releasing is not None:
             await self._releasing
+        if self._adapters is not None:
+            previous = await self._pull_adapters(version, self._adapters)
+            self._releasing = asyncio.ensure_future(self._release(previous))
+            return
         async with self._changed:  # a pinned request may be loading this version: it would take what is fetched here
             self._pulling = version
             self._changed.notify_all()  # the version before serves unpinned requests from now on
@@ -115,6 +132,60 @@ class Replica:
             self._changed.notify_all()
             loaded, self.loaded_version = self.loaded_version, None
             await self._release(loaded)
+
+    # An engine with slots for adapters.
+
+    @asynccontextmanager
+    async def _holding(self, version: int | None) -> AsyncIterator[int]:
+        """Holds the adapters of a version (None: the loaded one) in the engine while the block runs; loads them first
+        where they are not there. Gives the version."""
+        assert self._adapters is not None
+        async with self._changed:
+            if version is None:
+                version = self.versions.served if self.loaded_version is None else self.loaded_version
+            await self._until(lambda: version in self._adapters or self._adapters.has_room(version))
+            if version not in self._adapters:
+                async with self._fetched(version):
+                    await self._into_slot(version, self._adapters)
+                await self._release(version)  # the engine has a copy of its own
+            self._adapters.hold(version)
+        try:
+            yield version
+        finally:
+            async with self._changed:
+                self._adapters.release(version)
+                self._changed.notify_all()
+
+    async def _pull_adapters(self, version: int, adapters: ResidentAdapters) -> int | None:
+        """Loads the adapters of a version for unpinned requests. Returns the version that served those before."""
+        async with self._changed:
+            await self._until(lambda: adapters.has_room(version))
+            async with self._fetched(version):  # even those that are there: they may be others by now
+                await self._into_slot(version, adapters)
+            adapters.hold(version)
+            previous, self.loaded_version = self.loaded_version, version
+            if previous is not None:
+                adapters.release(previous)
+            if self.on_load is not None:
+                self.on_load()
+            self._changed.notify_all()
+        return previous
+
+    async def _into_slot(self, version: int, adapters: ResidentAdapters) -> None:
+        """Loads fetched adapters into a slot; there is room. Raises VersionRefused."""
+        slot = adapters.take_slot(version)
+        try:
+            with _at_fault(RuntimeError):
+                answer = await self.mesh.call_leader(GeneratorOperations.load_adapters, version, slot)
+            if isinstance(answer, ValueError):
+                raise VersionRefused(str(answer))
+        except BaseException:
+            adapters.give_back(slot)
+            raise
+        adapters.put(version, slot)
+        self.stall_s = answer
+
+    # An engine that holds one version.
 
     @asynccontextmanager
     async def _serving(self, version: int | None):

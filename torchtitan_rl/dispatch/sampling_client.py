@@ -56,10 +56,13 @@ class SamplingClient:
         placement: Placement | None = None,
         repair: Repair | None = None,
         routes: RecordedRoutes | None = None,
+        num_adapter_slots: int = 0,
     ):
         """`placement` gives generators their turns on shared devices; None: no role shares devices. `repair` replaces
         lost replicas; None: they stay lost. `routes`: a replay sends each request where it was; None: a router
-        chooses."""
+        chooses. `num_adapter_slots`: versions of adapters that each engine serves side by side; 0: an engine serves one
+        version of whole weights."""
+        self._num_adapter_slots = num_adapter_slots
         self._versions, self._placement, self._repair = versions, placement, repair
         self._verify, self._max_model_len, self._timeout_s = verify, max_model_len, timeout_s
         self._router, self._routes = Router(len(replicas)), routes
@@ -88,7 +91,8 @@ class SamplingClient:
         self._tasks: set[asyncio.Task] = set()
 
     def _new_replica(self, index: int, mesh: RoleMesh) -> Replica:
-        return Replica(mesh, self._versions, self._verify, partial(self._router.loaded, index))
+        on_load = partial(self._router.loaded, index)
+        return Replica(mesh, self._versions, self._verify, on_load, self._num_adapter_slots)
 
     def _members(self) -> list[Replica]:
         """The replicas that have not left."""

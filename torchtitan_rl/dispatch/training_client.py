@@ -152,10 +152,11 @@ class TrainingClient:
         """Drops the gradients of the model's adapters that are not among its `parts`."""
         return self._call(TrainerOperations.freeze_untrained)
 
-    async def push_weights(self, dtype: torch.dtype, transport: str, verify: bool) -> int:
-        """Pushes the current policy version and returns it. `dispatch.versions.PolicyVersions.publish` calls this.
-        Raises WeightsNotFinite, and publishes nothing, for weights with a NaN or an infinity."""
-        answers = await self._on_each(TrainerOperations.push_weights, dtype, transport, verify)
+    async def push_weights(self, dtype: torch.dtype, transport: str, verify: bool, adapters_apart: bool = False) -> int:
+        """Pushes the current policy version and returns it; with `adapters_apart` its adapters alone.
+        `dispatch.versions.PolicyVersions.publish` calls this. Raises WeightsNotFinite, and publishes nothing, for
+        weights with a NaN or an infinity."""
+        answers = await self._on_each(TrainerOperations.push_weights, dtype, transport, verify, adapters_apart)
         for answer in answers:  # the rank that publishes has looked
             if isinstance(answer, NotFinite):
                 await self.discard_weights(answer.version)

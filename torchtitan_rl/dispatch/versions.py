@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from torchtitan_rl.config.meshes import WeightSyncConfig
@@ -19,6 +19,10 @@ from torchtitan_rl.weights.payload import PayloadWriter
 from torchtitan_rl.weights.versioned import VersionedStore
 
 __all__ = ["OneVersion", "PolicyVersions", "ServedVersions"]
+
+
+_BASE = "base"
+"""In the metadata of a file of adapters, the name of their base."""
 
 
 class ServedVersions(Protocol):
@@ -57,8 +61,11 @@ class PolicyVersions:
         dtype: torch.dtype,
         *,
         one_host: bool,
+        adapters_apart: bool = False,
     ):
+        """`adapters_apart`: a version is its adapters, which generators hold beside their base; else whole weights."""
         self._trainer, self._store, self._config, self._dtype = trainer, store, config, dtype
+        self._adapters_apart = adapters_apart
         self._transport = config.transport
         if config.transport == "auto":
             self._transport = "shared_memory" if one_host else "store"
@@ -69,7 +76,7 @@ class PolicyVersions:
 
     async def publish(self) -> int:
         """Publishes and returns the trainer's version, then releases the version published before."""
-        version = await self._trainer.push_weights(self._dtype, self._transport, self._config.verify)
+        version = await self._push()
         previous = self.publications[-1:]
         self.publications.append(version)
         self._holders.setdefault(version, Counter())["newest"] += 1
@@ -79,9 +86,12 @@ class PolicyVersions:
 
     async def publish_for(self, holder: str) -> int:
         """Publishes the trainer's version, which serves no unpinned request, and pins the version for `holder`."""
-        version = await self._trainer.push_weights(self._dtype, self._transport, self._config.verify)
+        version = await self._push()
         self._holders.setdefault(version, Counter())[holder] += 1
         return version
+
+    async def _push(self) -> int:
+        return await self._trainer.push_weights(self._dtype, self._transport, self._config.verify, self._adapters_apart)
 
     def pin(self, version: int, holder: str) -> None:
         """Keeps a version until `release`. Raises ValueError for a version that was deleted or never published."""
@@ -130,25 +140,31 @@ class PolicyVersions:
         return layout.read(payload, manifest)
 
     async def save(self, version: int, file: Path) -> None:
-        """Writes the parameters of a published version as safetensors, by torchtitan's names, in the generators'
-        dtype."""
-        tensors, places = await self.tensors(version), set()
+        """Writes the parameters of a published version as safetensors, by torchtitan's names, in the generators' dtype;
+        of adapters also the name of their base."""
+        manifest, payload = await self._store.fetch(version, verify=self._config.verify)
+        tensors, places = layout.read(payload, manifest), set()
         for name, tensor in tensors.items():
             if tensor.data_ptr() in places:  # a tied head, which a file holds once more
                 tensors[name] = tensor.clone()
             places.add(tensor.data_ptr())
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, str(file))
+        metadata = {_BASE: manifest.base} if manifest.base else None
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, str(file), metadata)
 
     async def publish_file(self, version: int, file: Path, holder: str) -> None:
         """Publishes, as `version`, parameters that `save` wrote, and pins the version for `holder`. A version that is
         published already is only pinned. Raises ValueError for a file that is none of these, and WeightsNotFinite."""
         if version not in self._holders:
             try:
+                with safe_open(str(file), "pt") as opened:
+                    base = (opened.metadata() or {}).get(_BASE, "")
                 tensors = load_file(str(file))
             except SafetensorError as error:
                 raise ValueError(f"{file}: is no safetensors file ({error}); use another one") from error
+            await self._check_base(file, base)
             entries = ((name, tensor.shape, tensor.dtype, True) for name, tensor in tensors.items())
             manifest = layout.plan(version, entries, None)
+            manifest.base = base
             payload = torch.zeros(manifest.nbytes, dtype=torch.uint8)
             writer = PayloadWriter(manifest, payload, verify=self._config.verify)
             for name, tensor in tensors.items():
@@ -158,6 +174,23 @@ class PolicyVersions:
             await self._store.publish(manifest, payload, handle="")
             self._holders[version] = Counter()
         self.pin(version, holder)
+
+    async def _check_base(self, file: Path, base: str) -> None:
+        """Raises ValueError for a file of another kind than these versions, and for adapters of another base."""
+        if self._adapters_apart and not base:
+            raise ValueError(
+                f"{file}: has adapters merged into its weights, and these generators hold adapters apart from their "
+                "base; use generator.max_adapters=0 (serve-tinker --merged)"
+            )
+        if base and not self._adapters_apart:
+            raise ValueError(
+                f"{file}: has adapters alone, and these generators hold whole weights; set generator.max_adapters "
+                "(serve-tinker without --merged)"
+            )
+        if base and not await self._store.holds(base):
+            raise ValueError(
+                f"{file}: has adapters of another base than this model's; use those that were trained on it"
+            )
 
 
 class OneVersion:

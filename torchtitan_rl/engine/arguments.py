@@ -25,7 +25,12 @@ def engine_args(config: GeneratorConfig, model: ModelConfig, seed: int, *, sleep
     eager = runs_eager(config, shape)
     return EngineArgs(
         model=model.assets,
-        additional_config=vllm_model.EngineShape(shape, record_routing=bool(config.record_routing)),
+        additional_config=vllm_model.EngineShape(
+            shape,
+            record_routing=bool(config.record_routing),
+            adapters=config.adapters if config.max_adapters else None,
+            num_adapters=config.max_adapters,
+        ),
         dtype=config.dtype,
         load_format="dummy",
         seed=seed,

@@ -33,7 +33,8 @@ from torchtitan_rl.engine.arguments import engine_args
 from torchtitan_rl.engine.command import Command
 from torchtitan_rl.engine.engine_requests import completion, engine_params, has_nan, scores
 from torchtitan_rl.engine.followed_schedule import FollowedSchedule
-from torchtitan_rl.engine.plan import whole_parameters
+from torchtitan_rl.engine.layer_adapters import NO_SLOT
+from torchtitan_rl.engine.plan import whole_adapters, whole_parameters
 from torchtitan_rl.model.decoding import schedules_ahead
 from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.model.spec import build_spec
@@ -57,6 +58,17 @@ class _InFlight:
     future: Future | None
     """The caller's future; None on ranks other than 0."""
     top_k: int = 0  # `Request.top_k` of a scoring request
+
+
+@dataclass(slots=True)
+class _Resident:
+    """Adapters that the model holds."""
+
+    slot: int
+    acts: bool
+    """Whether they change anything: a new model's do not, as its B is 0."""
+    salt: str
+    """Of the prefix cache of their requests. No two loads have one."""
 
 
 class Engine:
@@ -91,6 +103,12 @@ class Engine:
         """Whether this rank is rank 0, which gets the requests."""
         self.parameter_specs = whole_parameters(self._spec, config.dtype)
         """Shape and dtype of every unsharded parameter that the model takes, by torchtitan's name."""
+        self.adapter_specs = (
+            {} if config.adapters is None else whole_adapters(self._spec, config.adapters, config.dtype)
+        )
+        """The same of the adapters that one slot takes; empty: the engine has no slots."""
+        self.base = ""
+        """The name of the base that the model holds, and that adapters in slots are for; empty: of none."""
         self.policy_version = -1
         self.ready: Future = Future()
         """Done once the engine is built, or the exception that building it has raised."""
@@ -99,6 +117,8 @@ class Engine:
         self._commands: queue.SimpleQueue[tuple[Command, list[Future]]] = queue.SimpleQueue()
         self._probes: queue.SimpleQueue[Future] = queue.SimpleQueue()
         self._staged: dict[int, dict[str, torch.Tensor]] = {}
+        self._staged_bases: dict[int, tuple[str, dict[str, torch.Tensor]]] = {}
+        """Name and tensors of the base that a version's adapters need and the model did not hold when they came."""
         self._digests: dict[int, str] = {}
         """Of the staged versions, where a schedule is recorded."""
         self._num_requests = 0
@@ -109,6 +129,8 @@ class Engine:
         self._current: list[Future] = []
         """Futures of the command being executed."""
         self._num_loads = 0
+        self._adapters: dict[int, _Resident] = {}
+        """By version, the adapters that the model holds."""
         self._iteration = 0
         """The engine steps so far."""
         self._recording: ScheduleFile | None = None
@@ -116,7 +138,7 @@ class Engine:
         self._patience_s: float | None = None
         self._awaited_since: float | None = None
         """Since when the engine stands still for a command of the followed schedule, by `time.monotonic`."""
-        if schedules is not None and self._leads:
+        if schedules is not None and self._leads and not config.max_adapters:  # no record has what is in which slot
             self._recording = ScheduleFile(schedules.directory, role)
             if file := schedules.followed.get(role):
                 self._followed = FollowedSchedule(followed_entries(Path(file), schedules))
@@ -158,10 +180,25 @@ class Engine:
             self._digests[version] = digests(tensors)
         self._staged[version] = tensors
 
+    def stage_adapters(
+        self, version: int, tensors: dict[str, torch.Tensor], base: tuple[str, dict[str, torch.Tensor]] | None
+    ) -> None:
+        """Keeps the adapters of a version on this rank until rank 0 commands the load, and name and tensors of the base
+        that they need; None: the model holds it."""
+        self._staged[version] = tensors
+        if base is not None:
+            self._staged_bases[version] = base
+
     def load(self, version: int) -> Future:
         """Copies a version that every rank has staged into the model between two steps. Gives the seconds it took, or a
         ValueError that says why the version cannot be loaded. The engine stands still then, until it loads another."""
         return self._send_one(Command("load", version))
+
+    def load_adapters(self, version: int, slot: int) -> Future:
+        """Copies adapters that every rank has staged into a slot, between two steps, in place of those in it, which no
+        request in the engine may need. Gives the seconds it took, or a ValueError that says why they cannot be loaded:
+        the slot is empty then."""
+        return self._send_one(Command("load_adapters", (version, slot)))
 
     def sleep(self) -> Future:
         """Frees weights and KV cache on a device shared with a trainer. Raises RuntimeError while requests run."""
@@ -240,13 +277,15 @@ class Engine:
             adapters.private_shared_memory(),
             adapters.nameless_semaphores(),
             adapters.zeroed_blocks(),
-            vllm_internals.chosen_model_runner(self._config.model_runner),
+            vllm_internals.chosen_model_runner("v1" if self._config.max_adapters else self._config.model_runner),
         ):
             engine = LLMEngine.from_engine_args(args)
         self.model = vllm_internals.model(engine)
         self.model_runner = vllm_internals.model_runner(engine)
         if self.model_runner == "v1":
             noise.install(vllm_internals.runner(engine), self._seed)
+        if self._config.max_adapters:
+            self.model.adapter_batch.install(vllm_internals.runner(engine), self._config.max_num_seqs)
         if self._config.record_routing and self._leads:
             self._cache = self._record_routing(engine)
         return engine
@@ -326,6 +365,8 @@ class Engine:
             self._add_all(command.argument, futures)
         elif command.kind == "load":
             self._update(command.argument, futures)
+        elif command.kind == "load_adapters":
+            self._load_staged_adapters(command.argument, futures)
         elif command.kind == "sleep":
             self._sleep_now(futures)
         else:
@@ -379,12 +420,17 @@ class Engine:
                 self._add(request_id, request, future)
 
     def _add(self, request_id: str, request: Request, future: Future | None) -> None:
-        prompt = tokens_input(request.tokens, cache_salt=str(self._num_loads))
+        version, slot, salt = self.policy_version, NO_SLOT, str(self._num_loads)
+        if request.adapter is not None:
+            version = request.adapter
+            resident = self._adapters[version]  # dispatch has loaded them, and keeps them while the request runs
+            slot, salt = resident.slot if resident.acts else NO_SLOT, resident.salt
+        prompt = tokens_input(request.tokens, cache_salt=salt)
         try:
-            engine_id = self._engine.add_request(request_id, prompt, engine_params(request))
+            engine_id = self._engine.add_request(request_id, prompt, engine_params(request, slot))
         except (ValueError, TypeError, VLLMClientError) as error:  # the request is at fault, not the engine
             return _refuse(future, request, error)
-        self._in_flight[request_id] = _InFlight(engine_id, [(0, self.policy_version)], future, request.top_k)
+        self._in_flight[request_id] = _InFlight(engine_id, [(0, version)], future, request.top_k)
 
     def _finish(self, output: Any) -> None:
         """Answers the request of a finished `RequestOutput`."""
@@ -455,6 +501,43 @@ class Engine:
             self.model.check_holds(tensors.items(), version)
         for future in futures:
             future.set_result(time.perf_counter() - began)
+
+    def _load_staged_adapters(self, version_and_slot: tuple[int, int], futures: list[Future]) -> None:
+        version, slot = version_and_slot
+        tensors, base, began = self._staged.pop(version), self._staged_bases.pop(version, None), time.perf_counter()
+        self._adapters = {v: kept for v, kept in self._adapters.items() if v != version and kept.slot != slot}
+        refusal, acts = "", False
+        if base is not None and base[0] != self.base:
+            refusal = self._copy_base(version, *base)
+        if not refusal:
+            with span("load adapters", version=version):
+                refusal, acts = self._copy_adapters(version, slot, tensors)
+        if self._config.tensor_parallel_degree > 1:
+            answers = vllm_internals.from_all((refusal, acts))
+            refusal, acts = next((why for why, _ in answers if why), ""), any(acts for _, acts in answers)
+        if not refusal:
+            self._num_loads += 1
+            self._adapters[version] = _Resident(slot, acts, f"adapters {self._num_loads}")
+        for future in futures:
+            future.set_result(ValueError(refusal) if refusal else time.perf_counter() - began)
+
+    def _copy_base(self, version: int, name: str, tensors: dict[str, torch.Tensor]) -> str:
+        """Copies the base of a version's adapters into the model. Returns why that failed; empty where it did not."""
+        self.base, self._adapters = "", {}
+        if refusal := self._copy(version, tensors):
+            return refusal
+        if self._config.verify_loaded:
+            self.model.check_holds(tensors.items(), version)
+        self.base = name
+        return ""
+
+    def _copy_adapters(self, version: int, slot: int, tensors: dict[str, torch.Tensor]) -> tuple[str, bool]:
+        """Copies adapters into a slot. Returns why that failed, empty where it did not, and whether they act."""
+        try:
+            return "", self.model.load_adapters(slot, tensors, verify=self._config.verify_loaded)
+        except Exception as error:
+            logger.exception("the adapters of version %s were not loaded", version)
+            return f"policy_version={version}: the engine cannot load its adapters ({error}); use another", False
 
     def _copy(self, version: int, tensors: dict[str, torch.Tensor]) -> str:
         """Copies a version into the model. Returns why that failed; empty where it did not."""

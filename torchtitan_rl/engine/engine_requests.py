@@ -10,6 +10,7 @@ import torch
 from vllm import SamplingParams as EngineSamplingParams
 from vllm.sampling_params import RequestOutputKind
 
+from torchtitan_rl.engine.layer_adapters import EXTRA_ARGUMENT, NO_SLOT
 from torchtitan_rl.engine.structures import structured_outputs
 from torchtitan_rl.types import NEUTRAL, Completion, Request, SamplingParams, Scores
 
@@ -19,12 +20,13 @@ _SHARED_FIELDS = ("max_tokens", "temperature", "seed", "stop_token_ids", "stop",
 """The fields that vLLM's sampling parameters have under the same names."""
 
 
-def engine_params(request: Request) -> EngineSamplingParams:
-    """vLLM's sampling parameters; a request without parameters scores the prompt. Raises vLLM's error for values that
-    vLLM refuses."""
+def engine_params(request: Request, adapter_slot: int = NO_SLOT) -> EngineSamplingParams:
+    """vLLM's sampling parameters; a request without parameters scores the prompt. `adapter_slot`: of the adapters that
+    answer it. Raises vLLM's error for values that vLLM refuses."""
     params: SamplingParams | None = request.params
+    extra = None if adapter_slot == NO_SLOT else {EXTRA_ARGUMENT: adapter_slot}
     if params is None:
-        return _scoring_params(request)
+        return _scoring_params(request, extra)
     return EngineSamplingParams(
         **{name: getattr(params, name) for name in _SHARED_FIELDS},
         logprobs=0,
@@ -32,10 +34,11 @@ def engine_params(request: Request) -> EngineSamplingParams:
         detokenize=bool(params.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
         structured_outputs=structured_outputs(params.structure),
+        extra_args=extra,
     )
 
 
-def _scoring_params(request: Request) -> EngineSamplingParams:
+def _scoring_params(request: Request, extra: dict[str, Any] | None) -> EngineSamplingParams:
     return EngineSamplingParams(
         max_tokens=1,
         temperature=0.0,
@@ -43,6 +46,7 @@ def _scoring_params(request: Request) -> EngineSamplingParams:
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_reading_prefix_cache=not request.cached,
+        extra_args=extra,
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,9 @@ from vllm import _custom_ops as ops
 
 from torchtitan_rl import adapters, platform
 from torchtitan_rl.families.rotations import AmplifiedCosSinRoPE
+
+if TYPE_CHECKING:
+    from torchtitan_rl.engine.layer_adapters import LayerAdapters
 
 __all__ = [
     "KernelNorm",
@@ -148,19 +151,27 @@ class PackedLinear(Linear):
     def __init__(self, config: Config):
         super().__init__(config)
         self._packed: Any = None
+        self.adapters: LayerAdapters | None = None
 
     def pack(self) -> None:
         """Packs the matrix as it is now; call after every change of it."""
         self._packed = ops.create_onednn_mm(self.weight.t())
 
     def product(self, input: torch.Tensor) -> torch.Tensor:
-        """The matrix times the input, without the bias."""
-        return F.linear(input, self.weight) if self._packed is None else ops.onednn_mm(self._packed, input, None)
+        """The matrix times the input, with adapters, without the bias."""
+        return self._multiplied(input, None)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return self._multiplied(input, self.bias)
+
+    def _multiplied(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if self._packed is None:
-            return F.linear(input, self.weight, self.bias)
-        return ops.onednn_mm(self._packed, input, self.bias)
+            out = F.linear(input, self.weight, bias)
+        else:
+            out = ops.onednn_mm(self._packed, input, bias)
+        if self.adapters is not None:
+            self.adapters.add_to(out, input)
+        return out
 
 
 class PackedFeedForward(FeedForward):
@@ -174,15 +185,23 @@ class PackedFeedForward(FeedForward):
     def __init__(self, config: Config):
         super().__init__(config)
         self._packed: Any = None
+        self.adapters: LayerAdapters | None = None
+        """Of `w1` and `w3`."""
 
     def pack(self) -> None:
         """Packs both matrices as they are now; call after every change of them."""
         self._packed = ops.create_onednn_mm(torch.cat([self.w1.weight, self.w3.weight]).t())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self._packed is None:
+        if self._packed is not None:
+            both = ops.onednn_mm(self._packed, x, None)
+        elif self.adapters is not None:
+            both = torch.cat([self.w1(x), self.w3(x)], dim=-1)
+        else:
             return super().forward(x)
-        gate, up = ops.onednn_mm(self._packed, x, None).chunk(2, dim=-1)
+        if self.adapters is not None:
+            self.adapters.add_to(both, x)
+        gate, up = both.chunk(2, dim=-1)
         return self.w2(F.silu(gate) * up)
 
 
@@ -200,6 +219,7 @@ class SplitQKVLinear(FusedQKVLinear):
         super().__init__(config)
         self._packed: Any = None
         self._packed_bias: torch.Tensor | None = None
+        self.adapters: LayerAdapters | None = None
         self._pairs_apart = config.pairs_apart
         self._sizes = [config.n_heads * config.head_dim, *[config.n_kv_heads * config.head_dim] * 2]
 
@@ -213,6 +233,10 @@ class SplitQKVLinear(FusedQKVLinear):
         self._packed = ops.create_onednn_mm(self._apart(self.wqkv.weight).t())
         self._packed_bias = None if self.wqkv.bias is None else self._apart(self.wqkv.bias)
 
+    def adapter_rows(self, b: torch.Tensor) -> torch.Tensor:
+        """The B (rows, rank) of an adapter of `wqkv`, its rows in the order in which the layer computes its output."""
+        return b if self._packed is None else self._apart(b)
+
     def _apart(self, fused: torch.Tensor) -> torch.Tensor:
         """A copy of fused rows (groups x (query heads of a group, key, value) x head_dim, ...), query rows first."""
         groups = fused.unflatten(0, (-1, self.r_dim, self.head_dim))
@@ -223,10 +247,15 @@ class SplitQKVLinear(FusedQKVLinear):
 
     def flat(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Query, key and value, each (tokens, heads x head_dim), of an input (tokens, dim)."""
-        if self._packed is None:
-            query, key, value = super().forward(input[None])
-            return query[0].flatten(1), key[0].flatten(1), value[0].flatten(1)
-        return ops.onednn_mm(self._packed, input, self._packed_bias).split(self._sizes, dim=-1)
+        packed = self._packed is not None
+        out = ops.onednn_mm(self._packed, input, self._packed_bias) if packed else self.wqkv(input)
+        if self.adapters is not None:
+            self.adapters.add_to(out, input)
+        if packed:
+            return out.split(self._sizes, dim=-1)
+        groups = out.unflatten(-1, (-1, self.r_dim, self.head_dim))
+        query, key, value = groups.split([self.heads_per_kv, 1, 1], dim=2)
+        return query.flatten(1), key.flatten(1), value.flatten(1)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """torchtitan's interface: (1, tokens, heads, head_dim) each."""

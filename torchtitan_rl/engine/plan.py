@@ -19,6 +19,7 @@ from torchtitan.models.common.moe import MoE
 from torchtitan.models.deepseek_v3.model import Attention as LatentAttention
 from torchtitan.protocols.model_spec import ModelSpec
 
+from torchtitan_rl.config.meshes import LoRAConfig
 from torchtitan_rl.engine.kernels import PackedLinear, changed, with_kernels
 from torchtitan_rl.engine.layers import PagedAttention, PagedSinkAttention, StateCache
 from torchtitan_rl.engine.routing_record import RecordingRouter, RoutingRecord
@@ -26,8 +27,9 @@ from torchtitan_rl.engine.slices import RowParallelLinear, SlicedExperts
 from torchtitan_rl.families.biased_blocks import SinkAttention
 from torchtitan_rl.families.delta_net import DeltaNet, Qwen35Attention
 from torchtitan_rl.model.experts import BiasedExperts, Router
+from torchtitan_rl.model.lora import is_adapter, lora_spec
 
-__all__ = ["generator_spec", "whole_parameters"]
+__all__ = ["adapted_layers", "generator_spec", "whole_adapters", "whole_parameters"]
 
 
 def generator_spec(spec: ModelSpec, tensor_parallel_degree: int, record: RoutingRecord | None = None) -> ModelSpec:
@@ -215,3 +217,17 @@ def whole_parameters(spec: ModelSpec, dtype: str) -> dict[str, tuple[tuple[int, 
         name: (tuple(tensor.shape), tensor.dtype if name in buffers else getattr(torch, dtype))
         for name, tensor in whole.state_dict().items()
     }
+
+
+def whole_adapters(spec: ModelSpec, adapters: LoRAConfig, dtype: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of A and B of every layer with adapters, unsharded, by torchtitan's name (`...wo.lora_a.weight`).
+    Raises ValueError for a target without a layer in the model."""
+    parameters = whole_parameters(lora_spec(spec, adapters), dtype)
+    return {name: entry for name, entry in parameters.items() if is_adapter(name)}
+
+
+def adapted_layers(spec: ModelSpec, adapters: LoRAConfig) -> list[str]:
+    """The layers that have adapters, by torchtitan's names."""
+    end = ".lora_a.weight"
+    names = whole_adapters(spec, adapters, "float32")
+    return [name.removesuffix(end) for name in names if name.endswith(end)]

@@ -14,10 +14,13 @@ from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
 from torchtitan_rl import platform
+from torchtitan_rl.config.meshes import LoRAConfig
 from torchtitan_rl.config.model import ModelConfig
+from torchtitan_rl.engine.adapted_layers import AdaptedLayer, add_adapters
 from torchtitan_rl.engine.kernels import pack_matrices
+from torchtitan_rl.engine.layer_adapters import AdapterBatch
 from torchtitan_rl.engine.layers import shard_for_rank, state_dtypes
-from torchtitan_rl.engine.plan import generator_spec
+from torchtitan_rl.engine.plan import adapted_layers, generator_spec
 from torchtitan_rl.engine.routing_record import RoutingRecord
 from torchtitan_rl.families import DecoderShape
 from torchtitan_rl.model.module_state import places
@@ -33,10 +36,13 @@ class EngineShape:
 
     shape: DecoderShape
     record_routing: bool = False
+    adapters: LoRAConfig | None = None
+    """What each of `num_adapters` slots for adapters has room for; None: there are no slots."""
+    num_adapters: int = 0
 
     def compute_hash(self) -> str:
         """What vLLM asks of an additional config: equal for equal sizes."""
-        return hashlib.sha256(repr(self.shape).encode()).hexdigest()
+        return hashlib.sha256(repr((self.shape, self.adapters, self.num_adapters)).encode()).hexdigest()
 
 
 @support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": 0, "inputs_embeds": 0})
@@ -46,7 +52,8 @@ class TorchtitanForCausalLM(nn.Module):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__()
-        shape, records = vllm_config.additional_config.shape, vllm_config.additional_config.record_routing
+        sizes: EngineShape = vllm_config.additional_config
+        shape, records = sizes.shape, sizes.record_routing
         self.tp_rank, self.tp_size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         # vLLM's warm-up may have as many positions as an iteration has tokens.
         longest = max(vllm_config.model_config.max_model_len, vllm_config.scheduler_config.max_num_batched_tokens)
@@ -56,6 +63,13 @@ class TorchtitanForCausalLM(nn.Module):
         spec = generator_spec(whole, self.tp_size, self.routing)
         self.decoder = spec.model.build()
         self.decoder.requires_grad_(False)
+        self.adapter_batch: AdapterBatch | None = None
+        self._adapted: dict[str, AdaptedLayer] = {}
+        """The layers with adapters, by torchtitan's name."""
+        if sizes.adapters is not None:
+            self.adapter_batch = AdapterBatch(sizes.num_adapters, sizes.adapters.rank)
+            layers = adapted_layers(whole, sizes.adapters)
+            self._adapted = add_adapters(self.decoder, layers, self.adapter_batch)
         pack_matrices(self.decoder)  # compiled code keeps the operators of its first call, which is before any weights
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -64,6 +78,8 @@ class TorchtitanForCausalLM(nn.Module):
     def forward(self, input_ids, positions, intermediate_tensors=None, inputs_embeds=None, **kwargs) -> torch.Tensor:
         """Hidden states (T, D) of the scheduled tokens."""
         hidden = self.decoder.tok_embeddings(input_ids)[None] if inputs_embeds is None else inputs_embeds[None]
+        if self.adapter_batch is not None:
+            self.adapter_batch.begin(hidden.device, hidden.dtype)
         for layer in self.decoder.layers.values():
             hidden = layer(hidden, None, positions[None])
         return self.decoder.norm(hidden)[0]
@@ -90,6 +106,22 @@ class TorchtitanForCausalLM(nn.Module):
         )
         pack_matrices(self.decoder)
         return {name for name, _ in self.named_parameters()}
+
+    @torch.inference_mode()
+    def load_adapters(self, slot: int, tensors: dict[str, torch.Tensor], *, verify: bool) -> bool:
+        """Copies whole adapters under torchtitan's names into this rank's part of a slot. Returns whether they do
+        anything: B of none is 0. `verify`: raises RuntimeError unless the slot holds them bit for bit."""
+        any_b = False
+        for name, layer in self._adapted.items():
+            names = (f"{name}.lora_a.weight", f"{name}.lora_b.weight")
+            a, b = (shard_for_rank(n, tensors[n], self.tp_rank, self.tp_size) for n in names)
+            parts = (a, b if layer.rows is None else layer.rows(b))
+            for n, place, part in zip(names, layer.adapters.slot(slot, layer.index), parts, strict=True):
+                place.copy_(part)
+                if verify and not torch.equal(place, part.to(place.device)):
+                    raise RuntimeError(f"slot {slot}: the engine holds other values of {n} than were sent")
+            any_b = any_b or bool(b.any())
+        return any_b
 
     @torch.inference_mode()
     def unequal_tie(self, weights: dict[str, torch.Tensor]) -> str:

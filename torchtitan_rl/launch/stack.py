@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from functools import partial
 from pathlib import Path
 
@@ -80,6 +81,7 @@ async def start_stack(config: RunConfig, launcher: MeshLauncher, model_dir: Path
         config.weight_sync,
         getattr(torch, config.generator.dtype),
         one_host=launcher.one_host,
+        adapters_apart=config.generator.max_adapters > 0,
     )
     repair = None if placement else launcher.repair(config.generator)
     routes = None if launcher.schedules is None else _routes(launcher.schedules)
@@ -94,7 +96,8 @@ async def start_stack(config: RunConfig, launcher: MeshLauncher, model_dir: Path
 
 
 async def start_generators(config: RunConfig, launcher: MeshLauncher, model_dir: Path) -> Stack:
-    """Starts generators alone, which hold no weights yet."""
+    """Starts generators alone, which hold no weights yet: they get those of a directory, without adapters."""
+    config = dataclasses.replace(config, generator=dataclasses.replace(config.generator, max_adapters=0))
     meshes = await asyncio.gather(*_generators(config, launcher, model_dir, None))
     generator = _sampling_client(config, meshes, OneVersion(), None, None, None)
     return Stack(launcher=launcher, roles={}, generator=generator, versions=None, placement=None)
@@ -135,4 +138,5 @@ def _sampling_client(
         placement=placement,
         repair=repair,
         routes=routes,
+        num_adapter_slots=config.generator.max_adapters,
     )

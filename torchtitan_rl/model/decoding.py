@@ -7,7 +7,20 @@ from torchtitan_rl import platform
 from torchtitan_rl.config.meshes import GeneratorConfig
 from torchtitan_rl.families import DecoderShape
 
-__all__ = ["runs_eager", "schedules_ahead"]
+__all__ = ["holds_adapters", "runs_eager", "schedules_ahead"]
+
+
+def holds_adapters(generator: GeneratorConfig) -> bool:
+    """Whether a server's engine holds the adapters of several models side by side where nobody has said: not on a GPU,
+    where an engine with slots decodes without CUDA graphs, and not where it cannot have slots."""
+    return (
+        platform.device_type() == "cpu"
+        and generator.model_impl == "torchtitan"
+        and generator.on_update == "keep"
+        and not generator.compile
+        and generator.enforce_eager is not False
+        and generator.model_runner != "v2"
+    )
 
 
 def runs_eager(generator: GeneratorConfig, shape: DecoderShape) -> bool:
@@ -31,6 +44,7 @@ def _is_measured(generator: GeneratorConfig, shape: DecoderShape) -> bool:
         and generator.model_impl == "torchtitan"
         and generator.tensor_parallel_degree == 1
         and not generator.record_routing
+        and not generator.max_adapters
         and shape.experts is None
         and not shape.state_sizes
     )

@@ -23,6 +23,8 @@ def cut_dim(name: str) -> int | None:
     """The dimension along which tensor-parallel generator ranks cut a parameter (`...wq.weight`, `...w2_EDF`); None
     for a parameter that every rank holds whole."""
     layer, last = ("", *name.split("."))[-2:]
+    if layer in ("lora_a", "lora_b"):
+        return _adapter_cut(name.split(".")[-3], layer)
     if last in ("w1_EFD", "w3_EFD", "mlp1_weight_EGD", "mlp1_bias_EG"):
         return 1
     if last in ("w2_EDF", "mlp2_weight_EDF"):
@@ -34,6 +36,15 @@ def cut_dim(name: str) -> int | None:
     if layer in ("wo", "w2", "out_proj") and last == "weight":
         return 1
     return None
+
+
+def _adapter_cut(layer: str, factor: str) -> int | None:
+    """Of an adapter's A (rank, in) and B (out, rank): B has the rows of a layer whose rows are cut, A the columns of a
+    layer whose columns are."""
+    if layer == "wqkv":  # fused: the groups of query heads follow one another
+        return 0 if factor == "lora_b" else None
+    of_layer = cut_dim(f"{layer}.weight")
+    return of_layer if (of_layer, factor) in ((0, "lora_b"), (1, "lora_a")) else None
 
 
 def num_cuts(size: int, n_kv_heads: int) -> int:

@@ -71,6 +71,8 @@ class Request:
     """For scoring: read the prefix cache. The tokens that it covers get no score."""
     number: int = 0
     """The request's place among those of its sampling client, from 1; 0: it has none. No answer depends on it."""
+    adapter: int | None = None
+    """The policy version whose adapters answer it, in an engine that holds several; None: the engine's weights do."""
 
 
 class Scores(list):

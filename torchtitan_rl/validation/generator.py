@@ -10,7 +10,7 @@ from torchtitan_rl.families import DecoderShape
 from torchtitan_rl.model.shape import kv_bytes_per_token, state_bytes
 from torchtitan_rl.validation.trainer import check_experts_kernel
 
-__all__ = ["check_engine", "check_generator_of_experts", "check_own_model", "check_replicas"]
+__all__ = ["check_adapters", "check_engine", "check_generator_of_experts", "check_own_model", "check_replicas"]
 
 
 def check_own_model(generator: GeneratorConfig, shape: DecoderShape) -> None:
@@ -38,6 +38,35 @@ def check_replicas(config: RunConfig) -> None:
             f"generator.max_replicas={most}: with roles.colocation={colocation!r} the number of replicas is fixed; use "
             "'none', or leave max_replicas out"
         )
+
+
+def check_adapters(config: RunConfig) -> None:
+    """Raises ValueError for slots for adapters that nothing fills, or that the engine cannot have."""
+    generator = config.generator
+    if not (slots := generator.max_adapters):
+        return
+    if config.trainer.lora is None:
+        raise ValueError(
+            f"generator.max_adapters={slots}: nothing trains adapters; set trainer.lora, or leave max_adapters out"
+        )
+    if slots == 1:
+        raise ValueError(
+            "generator.max_adapters=1: new adapters are loaded beside those that requests go on with; use 2 or more, "
+            "or 0 to merge adapters into the weights"
+        )
+    by_host = "which adapters a step needs is decided on the host"
+    for name, is_refused, reason in (
+        ("model_impl", generator.model_impl == "vllm", "vLLM's own model has no slots for them; use 'torchtitan'"),
+        ("compile", generator.compile, f"{by_host}, not in compiled code; use False"),
+        ("enforce_eager", generator.enforce_eager is False, f"{by_host}, not in a CUDA graph; use True"),
+        ("model_runner", generator.model_runner == "v2", "vLLM's V1 model runner tells requests apart; use 'v1'"),
+        ("on_update", generator.on_update != "keep", "a request keeps the adapters that it began with; use 'keep'"),
+    ):
+        if is_refused:
+            raise ValueError(
+                f"generator.{name}={getattr(generator, name)!r}: with generator.max_adapters={slots}, {reason}, or "
+                "max_adapters=0"
+            )
 
 
 def check_engine(generator: GeneratorConfig, shape: DecoderShape) -> None:

@@ -22,7 +22,13 @@ from torchtitan_rl.validation.batches import check_batches
 from torchtitan_rl.validation.controller import check_checkpoints, check_evaluations, check_stop
 from torchtitan_rl.validation.distillation import check_distill, check_snapshot
 from torchtitan_rl.validation.fields import check_fields
-from torchtitan_rl.validation.generator import check_engine, check_generator_of_experts, check_own_model, check_replicas
+from torchtitan_rl.validation.generator import (
+    check_adapters,
+    check_engine,
+    check_generator_of_experts,
+    check_own_model,
+    check_replicas,
+)
 from torchtitan_rl.validation.lag import check_lag_settings
 from torchtitan_rl.validation.preference import check_preference
 from torchtitan_rl.validation.record import check_profile, check_sinks
@@ -64,6 +70,7 @@ def validate(config: RunConfig) -> None:
     check_context("generator.max_model_len", config.generator.max_model_len, shape, longest)
     check_engine(config.generator, shape)
     check_replicas(config)
+    check_adapters(config)
     check_roles(config, shape)
     check_minibatches(config.algorithm, config.controller.num_steps)
     check_checkpoints(config.controller)

@@ -40,20 +40,30 @@ class WeightExchange:
         self.model, self.device, self.store = model, device, store
         self.buffers, self.pieces = layout.SharedBuffers(), sharded_push.Publisher()
         self.n_kv_heads, self.lora, self.layers = n_kv_heads, config.lora, fused_layers(model)
+        self._base = ""
+        """The name of the base that adapters are published for; empty: none is published."""
         # `named_parameters` lacks wq, wk and wv, which the state shows for the fused weight: subtract buffers instead.
         self.buffer_names = {plain_name(name) for name, _ in model.named_buffers()}
 
     async def push(
-        self, version: int | str, dtype: torch.dtype | None, transport: str, verify: bool, *, only: str | None = None
+        self,
+        version: int | str,
+        dtype: torch.dtype | None,
+        transport: str,
+        verify: bool,
+        *,
+        only: str | None = None,
+        merged: bool = True,
     ) -> str:
-        """Publishes the weights as `version`, adapters merged in: a policy version, or a name for another trainer role.
-        Parameters are cast to `dtype`; None keeps the trainer's. `only` names the one tensor to publish.
+        """Publishes the weights as `version`: a policy version, or a name for another trainer role. Adapters are merged
+        in, or with `merged=False` left out. Parameters are cast to `dtype`; None keeps the trainer's. `only` names the
+        one tensor to publish.
 
         Weights that are not finite are not published: the answer of the rank that would publish is the name of the
         first such tensor. Empty: all is well, or another rank looks."""
         if transport == "store":
-            return await sharded_push.push(self, version, dtype, only)
-        adapters = self.base_and_adapters()[1] if self.lora is not None else {}
+            return await sharded_push.push(self, version, dtype, only, merged=merged)
+        adapters = self.base_and_adapters()[1] if merged and self.lora is not None else {}
         state, aliases = lora.base_state(fused_state(self.model)), aliases_of(self.model)
         if only is not None:
             state, aliases = {only: state[only]}, {}
@@ -76,6 +86,40 @@ class WeightExchange:
         if not first:
             await self.store.publish(manifest, payload, handle=handle)
         return first
+
+    async def push_adapters(self, version: int, dtype: torch.dtype, transport: str, verify: bool) -> str:
+        """Publishes the adapters alone as `version`, whole and cast to `dtype`, each B times alpha / rank. The first
+        publication, and the first after another base was loaded, publishes the base before. Answers as `push` does."""
+        assert self.lora is not None, "validation asks for trainer.lora"
+        first = ""
+        if not self._base:
+            self._base = f"base-{lora.base_fingerprint(self.model.state_dict())}"
+            first = await self.push(self._base, dtype, transport, verify, merged=False)
+        state = lora.adapter_state(fused_state(self.model))
+        tensors = {name: whole(tensor) for name, tensor in state.items()}  # collective, so before any return
+        if dist.get_rank() or first:
+            return first
+        manifest = layout.plan(version, ((n, tuple(t.shape), t.dtype, True) for n, t in tensors.items()), dtype)
+        manifest.base = self._base
+        if transport == "store":
+            handle, payload = "", torch.zeros(manifest.nbytes, dtype=torch.uint8)
+        else:
+            handle, payload = self.buffers.take(version, manifest.nbytes)
+        with span("publish weights"):
+            writer, scaling = PayloadWriter(manifest, payload, verify=verify), self.lora.alpha / self.lora.rank
+            for name, tensor in tensors.items():
+                writer.add(name, tensor * scaling if name.endswith(".lora_b.weight") else tensor)
+            first = writer.finish()
+        if not first:
+            await self.store.publish(manifest, payload, handle=handle)
+        return first
+
+    def base_has_changed(self) -> None:
+        """Makes the next publication of adapters publish the base again, under another name. From then on only
+        generators that hold the base before can load adapters of it."""
+        if self._base:
+            self.buffers.release(self._base)
+            self._base = ""
 
     def _described(self, state: dict[str, torch.Tensor]) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, bool]]:
         """What `layout.plan` asks about each tensor of a fused state: name, shape, dtype, whether it is a parameter."""

@@ -71,6 +71,8 @@ class Manifest:
     nbytes: int
     blocks: list[Block] = field(default_factory=list)
     """All of the tensors' bytes; empty: there are no checksums."""
+    base: str = ""
+    """For adapters that nobody has merged: the name under which the base is published that they are for."""
     handle: str = ""
     """The path of the payload's shared-memory file; empty when the store holds the payload."""
     host: str = ""

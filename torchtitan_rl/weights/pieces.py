@@ -92,8 +92,10 @@ class PieceManifest:
     aliases: dict[str, str]
     """Names of tensors that are other tensors' memory, such as a tied head: name -> the name that has pieces."""
     sources: list[Source]
+    base: str = ""
+    """Empty, as the next two: adapters alone are not published in pieces."""
     handle: str = ""
-    """Empty, as the next: the bytes are not all in one place."""
+    """Empty: the bytes are not all in one place."""
     host: str = ""
 
     def stored(self) -> dict[str, Entry]:

@@ -38,7 +38,9 @@ class Publisher:
             self.server.close()
 
 
-async def push(exchange: Any, version: int | str, dtype: torch.dtype | None, only: str | None) -> str:
+async def push(
+    exchange: Any, version: int | str, dtype: torch.dtype | None, only: str | None, *, merged: bool = True
+) -> str:
     """Publishes `version` of a `WeightExchange` in pieces; see its `push`. Every rank of the mesh makes the same call.
 
     Adapters are merged box by box: a rank gathers whole adapters, and no whole weight. Each piece has a checksum.
@@ -46,7 +48,7 @@ async def push(exchange: Any, version: int | str, dtype: torch.dtype | None, onl
     Raises RuntimeError when the ranks' shards do not make up the model.
     """
     state = fused_state(exchange.model)
-    adapters = lora.layer_adapters(state, exchange.lora) if exchange.lora is not None else {}
+    adapters = lora.layer_adapters(state, exchange.lora) if merged and exchange.lora is not None else {}
     shards, aliases = local_shards(exchange.model, state), aliases_of(exchange.model)
     if only is not None:
         shards = {name: tensor for name, tensor in shards.items() if name == aliases.get(only, only)}

@@ -78,6 +78,10 @@ class VersionedStore(ABC):
         except TimeoutError:
             raise RuntimeError(f"store: did not discard version {version} within {self.timeout_s:g} s") from None
 
+    async def holds(self, version: int | str) -> bool:
+        """Whether a version is published."""
+        return await self._exists(_key(version, "manifest"))
+
     async def versions(self) -> list[int]:
         """Policy versions in the store, sorted."""
         names = [key.split("/")[1] for key in await self._keys() if key.endswith("/manifest")]

@@ -7,7 +7,9 @@ import torch
 from tests.kit.refusal import refusal
 from tests.kit.run_config import run_config
 from tests.unit.families.shapes import LATENT, SIZES
+from torchtitan_rl.config.meshes import GeneratorConfig, LoRAConfig
 from torchtitan_rl.families import DeepseekV3Shape, Qwen2Shape
+from torchtitan_rl.model.decoding import holds_adapters
 from torchtitan_rl.validation.run import check_local, validate
 
 
@@ -109,3 +111,40 @@ def test_a_range_of_replicas():
     assert "the number of replicas is fixed; use 'none'" in refusal(validate, config)
     config.roles.colocation, config.generator.num_replicas = "none", 1
     assert "backend='local' has one engine" in refusal(check_local, config)
+
+
+def test_slots_for_adapters():
+    config = run_config()
+    config.generator.max_adapters = 4
+    assert refusal(validate, config) == (
+        "generator.max_adapters=4: nothing trains adapters; set trainer.lora, or leave max_adapters out"
+    )
+    config.trainer.lora = LoRAConfig()
+    validate(config)
+    config.generator.max_adapters = 1
+    assert "new adapters are loaded beside those that requests go on with; use 2 or more" in refusal(validate, config)
+    config.generator.max_adapters = 2
+    for name, value, reason in (
+        ("model_impl", "vllm", "vLLM's own model has no slots for them"),
+        ("enforce_eager", False, "not in a CUDA graph; use True"),
+        ("model_runner", "v2", "use 'v1'"),
+        ("on_update", "wait", "a request keeps the adapters that it began with; use 'keep'"),
+    ):
+        before = getattr(config.generator, name)
+        setattr(config.generator, name, value)
+        message = refusal(validate, config)
+        assert message.startswith(f"generator.{name}={value!r}: with generator.max_adapters=2, ") and reason in message
+        setattr(config.generator, name, before)
+    validate(config)
+
+
+def test_a_servers_generator_holds_adapters_where_it_can(monkeypatch):
+    for device, fields, holds in (
+        ("cpu", {}, True),
+        ("cuda", {}, False),
+        ("cpu", {"model_impl": "vllm"}, False),
+        ("cpu", {"compile": True}, False),
+        ("cpu", {"on_update": "wait"}, False),
+    ):
+        monkeypatch.setattr("torchtitan_rl.platform.device_type", lambda device=device: device)
+        assert holds_adapters(GeneratorConfig(**fields)) == holds, (device, fields)

@@ -231,9 +231,9 @@ class RemoteTrainingClient(TrainingClient):
 
     # Versions.
 
-    async def push_weights(self, dtype: torch.dtype, transport: str, verify: bool) -> int:
+    async def push_weights(self, dtype: torch.dtype, transport: str, verify: bool, adapters_apart: bool = False) -> int:
         """Makes the present weights a version to sample from, and returns its number. The service chooses dtype and
-        transport."""
+        transport, and whether it merges adapters."""
 
         async def send() -> Awaitable[int]:
             return self._published(self._client.save_weights_and_get_sampling_client(), self._version)

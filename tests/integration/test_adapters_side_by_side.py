@@ -1,0 +1,189 @@
+"""Adapters of several versions in one engine: each request is answered as by an engine whose weights have its adapters
+merged in, whoever is in the batch beside it. In one process, an engine for each family in turn."""
+
+import asyncio
+
+import pytest
+import torch
+
+from scripts.gpu_checks.engines import random_weights, started, untrained_dir
+from tests.integration.conftest import small_config
+from tests.integration.helpers import random_datums
+from tests.unit.families.shapes import SHAPES
+from torchtitan_rl.actors.operations import GeneratorOperations
+from torchtitan_rl.algorithm.losses import importance_sampling
+from torchtitan_rl.config.meshes import GeneratorConfig, LoRAConfig
+from torchtitan_rl.config.model import ModelConfig
+from torchtitan_rl.model.lora import merge, whole_adapters
+from torchtitan_rl.tools.certify.lora_checks import adapters_of
+from torchtitan_rl.types import OptimParams, Request, SamplingParams
+
+pytestmark = pytest.mark.whole
+
+FAMILIES = ["qwen3", "llama3", "qwen2", "qwen3-moe", "gpt-oss-plain", "qwen3_5"]
+SLOTS = 3
+
+
+def merged(base, adapters, shape, lora):
+    """The base's tensors with adapters merged in, by the functions with which trainers merge."""
+    unscaled = {
+        name: tensor * (lora.rank / lora.alpha) if name.endswith(".lora_b.weight") else tensor
+        for name, tensor in adapters.items()
+    }
+    by_weight = whole_adapters(base | unscaled, shape.n_kv_heads, lora)
+    assert by_weight.keys() <= base.keys()
+    return {name: merge(name, tensor, by_weight) for name, tensor in base.items()}
+
+
+def answers(engine, requests):
+    return [future.result(120) for future in engine.submit(requests)]
+
+
+def drawn(engine, seed, scale=0.3):
+    draw = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.empty(shape).normal_(0, scale, generator=draw).to(dtype)
+        for name, (shape, dtype) in engine.adapter_specs.items()
+    }
+
+
+def load(engine, version, slot, tensors, base):
+    engine.stage_adapters(version, tensors, base)
+    return engine.load_adapters(version, slot).result(120)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_request_is_answered_with_its_own_adapters(tmp_path, family):
+    shape, lora = SHAPES[family], adapters_of(SHAPES[family])
+    model = ModelConfig(shape=shape, assets="chars")
+    directory, base = untrained_dir(tmp_path, model), random_weights(model, "float32")
+    config = GeneratorConfig(
+        dtype="float32", max_model_len=96, max_num_seqs=32, kv_cache_gib=0.25, max_adapters=SLOTS, adapters=lora
+    )
+    draw = torch.Generator().manual_seed(0)
+    # Of very different lengths: their tokens are not multiplied side by side, those of the decoding after it are.
+    prompts = [torch.randint(3, 60, (length,), generator=draw).tolist() for length in (2, 71, 9, 30, 5, 17, 3)]
+    versions = [0, 11, 12, 11, 13, 12, 13]  # version 0 has B = 0
+    with started(config, directory) as engine:
+        none = {name: tensor * (".lora_a." in name) for name, tensor in drawn(engine, 9).items()}
+        adapters = {0: none} | {version: drawn(engine, version) for version in (11, 12, 13)}
+        for slot, version in enumerate((11, 12, 13)):
+            load(engine, version, slot, adapters[version], ("base", base))
+        requests = [Request(prompt, None, adapter=v) for prompt, v in zip(prompts, versions, strict=True) if v]
+        together = answers(engine, requests)
+        sampled = answers(
+            engine,
+            [
+                Request(prompt, SamplingParams(max_tokens=20, seed=i, ignore_eos=True), adapter=v)
+                for i, (prompt, v) in enumerate(zip(prompts, versions, strict=True))
+                if v
+            ],
+        )
+        assert [set(c.policy_versions) for c in sampled] == [{v} for v in versions if v]
+        rescored = answers(
+            engine, [Request([*r.tokens, *c.tokens], None, adapter=r.adapter) for r, c in zip(requests, sampled)]
+        )
+        for request, completion, scores in zip(requests, sampled, rescored, strict=True):
+            assert torch.allclose(
+                torch.tensor(completion.logprobs), torch.tensor(scores[len(request.tokens) - 1 :]), atol=2e-5
+            )
+        # The reference: the same engine with other bases, into which the adapters are merged, and none in the slot.
+        apart = dict(zip((id(r) for r in requests), together, strict=True))
+        for version in (11, 12, 13):
+            load(engine, 0, 0, none, (f"merged {version}", merged(base, adapters[version], shape, lora)))
+            of_version = [request for request in requests if request.adapter == version]
+            expected = answers(engine, [Request(request.tokens, None, adapter=0) for request in of_version])
+            for request, scores in zip(of_version, expected, strict=True):
+                difference = (torch.tensor(apart[id(request)]) - torch.tensor(scores)).abs().max()
+                assert difference <= 2e-5, (version, difference)
+        load(engine, 0, 0, none, ("base", base))
+        of_base = answers(engine, [Request(request.tokens, None, adapter=0) for request in requests])
+        gaps = [(torch.tensor(a) - torch.tensor(b)).abs().max() for a, b in zip(of_base, together, strict=True)]
+        assert min(gaps) > 1e-2, "the adapters do nothing"
+
+
+def test_a_slot_is_loaded_while_requests_of_other_slots_go_on(tmp_path):
+    shape, lora = SHAPES["qwen3"], LoRAConfig(rank=4, alpha=8.0)
+    model = ModelConfig(shape=shape, assets="chars")
+    directory, base = untrained_dir(tmp_path, model), random_weights(model, "float32")
+    config = GeneratorConfig(
+        dtype="float32", max_model_len=96, max_num_seqs=32, kv_cache_gib=0.25, max_adapters=SLOTS, adapters=lora
+    )
+    request = Request([5, 6, 7], SamplingParams(max_tokens=80, seed=3, ignore_eos=True), adapter=1)
+    with started(config, directory) as engine:
+        load(engine, 1, 0, drawn(engine, 1), ("base", base))
+        (alone,) = answers(engine, [request])
+        (flying,) = engine.submit([request])
+        for version in range(2, 12):
+            load(engine, version, 1 + version % 2, drawn(engine, version), None)
+        assert not flying.done(), "it ended before the loads"
+        assert flying.result(120).tokens == alone.tokens
+        (other,) = answers(engine, [Request([5, 6, 7], request.params, adapter=11)])
+        assert other.tokens != alone.tokens, "the prefix cache of other adapters was read"
+        refused = drawn(engine, 20)
+        refused.pop(next(iter(refused)))
+        assert "cannot load its adapters" in str(load(engine, 20, 2, refused, None))
+        (again,) = answers(engine, [request])
+        assert again.tokens == alone.tokens
+
+
+DATA = random_datums(7)
+
+
+async def step(controller):
+    await controller.trainer.forward_backward(DATA, importance_sampling)
+    await controller.trainer.optim_step(OptimParams(lr=1e-2))
+
+
+async def scores(controller, version=None):
+    rows = await asyncio.gather(
+        *(
+            controller.generator.score([*d.tokens.tolist(), int(d.target_tokens[-1])], policy_version=version)
+            for d in DATA
+        )
+    )
+    return torch.cat([torch.tensor(row) for row in rows])
+
+
+@pytest.mark.parametrize("layout", ["one rank", "two shards and two engine ranks, by the store"])
+def test_a_run_publishes_adapters_and_serves_any_version(loop, tmp_path, layout):
+    from torchtitan_rl.train.controller import Controller
+
+    overrides = {}
+    if layout != "one rank":
+        overrides = dict(
+            trainer__parallelism__data_parallel_shard_degree=2,
+            generator__tensor_parallel_degree=2,
+            weight_sync__transport="store",
+        )
+    config = small_config(
+        tmp_path / "run", trainer__lora=LoRAConfig(rank=4, alpha=8.0), generator__max_adapters=3, **overrides
+    )
+
+    async def run():
+        async with await Controller.launch(config) as controller:
+            rows = {}
+            for _ in range(3):
+                await step(controller)
+                version = await controller.publish()
+                controller.versions.pin(version, "test")
+                rows[version] = torch.cat((await controller.trainer.forward(DATA)).policy_logprobs)
+            manifest, _ = await controller.versions._store.fetch(version, verify=True)
+            newest = await scores(controller)
+            pinned = await asyncio.gather(*(scores(controller, v) for v in rows))
+            mesh = controller.generator._replicas[0].mesh
+            base = (await mesh.call_each(GeneratorOperations.weights))[0]
+            return rows, newest, dict(zip(rows, pinned, strict=True)), manifest, base, await trainer_base(controller)
+
+    async def trainer_base(controller):
+        return {n: t for n, t in (await controller.trainer.parameters()).items() if ".lora_" not in n}
+
+    rows, newest, pinned, manifest, base, expected_base = loop.run_until_complete(run())
+    assert all(".lora_" in name for name in manifest.entries) and manifest.base.startswith("base-")
+    if layout == "one rank":
+        assert base.keys() == expected_base.keys()
+        assert all(torch.equal(base[name], tensor) for name, tensor in expected_base.items()), "the base moved"
+    assert len({float(row.sum()) for row in rows.values()}) == 3
+    assert (newest - rows[max(rows)]).abs().max() <= 2e-5
+    for version, row in rows.items():
+        assert (pinned[version] - row).abs().max() <= 2e-5, version

@@ -1,0 +1,54 @@
+"""Which versions of adapters an engine holds, in which slots."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+
+__all__ = ["ResidentAdapters"]
+
+
+class ResidentAdapters:
+    """The slots of one engine. A version that somebody holds keeps its slot; of the others, the one that was held least
+    recently gives its slot away first."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._free = list(reversed(range(num_slots)))
+        self._slots: OrderedDict[int, int] = OrderedDict()
+        """Version -> slot; the version that was held last is the last one."""
+        self._holders: Counter[int] = Counter()
+
+    def __contains__(self, version: int) -> bool:
+        return version in self._slots
+
+    def has_room(self, version: int) -> bool:
+        """Whether adapters of `version` may be loaded now: not while every slot is held for other versions."""
+        return version in self._slots or bool(self._free) or self._idle() is not None
+
+    def take_slot(self, version: int) -> int:
+        """The slot into which adapters of `version` are loaded: the version's own, or else an empty one, or that of a
+        version that nobody holds. What was in it is not resident any more. Call where `has_room`."""
+        if version in self._slots:
+            return self._slots.pop(version)
+        return self._free.pop() if self._free else self._slots.pop(self._idle())
+
+    def _idle(self) -> int | None:
+        return next((version for version in self._slots if not self._holders[version]), None)
+
+    def put(self, version: int, slot: int) -> None:
+        """The engine has loaded the version into a slot that `take_slot` gave."""
+        self._slots[version] = slot
+
+    def give_back(self, slot: int) -> None:
+        """The engine has loaded nothing into a slot that `take_slot` gave."""
+        self._free.append(slot)
+
+    def hold(self, version: int) -> None:
+        """Keeps a resident version until `release`."""
+        self._holders[version] += 1
+        self._slots.move_to_end(version)
+
+    def release(self, version: int) -> None:
+        """Ends one `hold`."""
+        self._holders[version] -= 1
+        if not self._holders[version]:
+            del self._holders[version]

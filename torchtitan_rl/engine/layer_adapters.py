@@ -1,0 +1,161 @@
+"""Adapters of several models over one base: each token of a batch is computed with the adapters of its own request.
+
+A linear layer with adapters computes x W^T + x A^T B^T (Hu et al. 2021, "LoRA"; B times alpha / rank is one matrix
+here). An engine has a number of slots for adapters. A forward sorts its tokens by the slots of their requests, once for
+all layers. A layer gathers its inputs in that order, multiplies the tokens of each slot by the slot's A and B, all of
+them in one batched product, and adds the results to the tokens' outputs. Its cost is that of one adapter for each
+token, whatever the number of models.
+
+A request names its slot in `SamplingParams.extra_args`; vLLM's V1 model runner tells a `LogitsProcessor` which row of
+the batch each request is in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.forward_context import get_forward_context
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
+
+__all__ = ["EXTRA_ARGUMENT", "NO_SLOT", "AdapterBatch", "LayerAdapters", "RequestSlots"]
+
+EXTRA_ARGUMENT = "adapter_slot"
+"""The key of a request's slot in `SamplingParams.extra_args`."""
+NO_SLOT = -1
+"""The slot of requests that the base answers."""
+
+
+class RequestSlots(LogitsProcessor):
+    """The slot of the request in each row of a V1 batch. Leaves logits alone, as `noise._Streams` does."""
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self.slots_R = np.full(max_num_seqs, NO_SLOT, dtype=np.int64)
+
+    def is_argmax_invariant(self) -> bool:
+        return True
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        if batch_update is None:
+            return
+        for row, params, _, _ in batch_update.added:
+            self.slots_R[row] = (params.extra_args or {}).get(EXTRA_ARGUMENT, NO_SLOT)
+        for row, other, direction in batch_update.moved:
+            swap = direction == MoveDirectionality.SWAP
+            self.slots_R[[other, row]] = self.slots_R[[row, other if swap else row]]
+
+
+@dataclass(frozen=True, slots=True)
+class _SlotRows:
+    """The tokens of a forward that use slots, sorted by slot."""
+
+    slots: slice | torch.Tensor
+    """The slots in use, and how many they are."""
+    num_slots: int
+    rows: torch.Tensor
+    """The tokens' rows (S x longest), the same number of each slot; filled up with row 0."""
+    mask_SL1: torch.Tensor | None
+    """1 for a token, 0 for what is filled up; None: every slot has as many tokens."""
+
+
+class AdapterBatch:
+    """Which slots the tokens of one forward use: the same for all layers of a model."""
+
+    def __init__(self, num_slots: int, rank: int) -> None:
+        self.num_slots, self.rank = num_slots, rank
+        self._runner: Any = None
+        self._requests: RequestSlots | None = None
+        self.groups: list[_SlotRows] = []
+        """Slots whose tokens are multiplied together; empty: no token uses a slot."""
+
+    def install(self, runner: Any, max_num_seqs: int) -> None:
+        """Follows the rows of a V1 model runner. Until then no token uses a slot."""
+        self._runner, self._requests = runner, RequestSlots(max_num_seqs)
+        runner.input_batch.logitsprocs.argmax_invariant.append(self._requests)
+
+    def begin(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Sorts the tokens of the forward that begins. `dtype`: of its activations."""
+        self.groups = []
+        if self._requests is None or get_forward_context().attn_metadata is None:  # vLLM measures a call's memory
+            return
+        num_requests = self._runner.input_batch.num_reqs
+        slots_R = self._requests.slots_R[:num_requests]
+        lengths_R = np.diff(self._runner.query_start_loc.np[: num_requests + 1])
+        slots_T = np.repeat(slots_R, lengths_R)
+        order_T = np.argsort(slots_T, kind="stable")
+        used, starts, counts = np.unique(slots_T[order_T], return_index=True, return_counts=True)
+        of_slots = [
+            (int(slot), order_T[start : start + count])
+            for slot, start, count in zip(used, starts, counts, strict=True)
+            if slot != NO_SLOT
+        ]
+        if not of_slots:
+            return
+        # Side by side every slot costs as much as the one with the most tokens, such as that of a prompt.
+        longest = max(len(rows) for _, rows in of_slots)
+        if len(of_slots) * longest <= _MOST_FILLING * sum(len(rows) for _, rows in of_slots):
+            self.groups = [_together(of_slots, longest, device, dtype)]
+        else:
+            self.groups = [_together([one], len(one[1]), device, dtype) for one in of_slots]
+
+
+_MOST_FILLING = 1.5
+"""Rows that are multiplied at most for each token that uses a slot."""
+
+
+def _together(
+    of_slots: list[tuple[int, np.ndarray]], longest: int, device: torch.device, dtype: torch.dtype
+) -> _SlotRows:
+    rows_SL = np.zeros((len(of_slots), longest), dtype=np.int64)
+    mask_SL = np.zeros((len(of_slots), longest), dtype=np.float32)
+    for index, (_, rows) in enumerate(of_slots):
+        rows_SL[index, : len(rows)], mask_SL[index, : len(rows)] = rows, 1
+    numbers = [slot for slot, _ in of_slots]
+    neighbours = numbers[-1] - numbers[0] == len(numbers) - 1  # a slice copies no matrices
+    return _SlotRows(
+        slots=slice(numbers[0], numbers[-1] + 1) if neighbours else torch.tensor(numbers, device=device),
+        num_slots=len(numbers),
+        rows=torch.from_numpy(rows_SL.reshape(-1)).to(device),
+        mask_SL1=None if mask_SL.all() else torch.from_numpy(mask_SL).to(device, dtype)[..., None],
+    )
+
+
+class LayerAdapters(torch.nn.Module):
+    """The adapters of a matrix in every slot: A transposed (slots, in, rank), B transposed (slots, rank, out). A matrix
+    that stacks the rows of several layers has their adapters side by side: the rank is the sum of theirs, and B is
+    zero but for the rows and ranks of one layer each."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+
+    def __init__(self, batch: AdapterBatch, weights: Sequence[torch.Tensor]) -> None:
+        """`weights`: (out, in) of each layer on this rank."""
+        super().__init__()
+        self._batch, rank = batch, batch.rank * len(weights)
+        self._out_sizes = [len(weight) for weight in weights]
+        columns = weights[0].shape[1]
+        self.register_buffer("a", weights[0].new_zeros(batch.num_slots, columns, rank), persistent=False)
+        self.register_buffer("b", weights[0].new_zeros(batch.num_slots, rank, sum(self._out_sizes)), persistent=False)
+
+    def add_to(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        """Adds x A^T B^T of each token's slot to `out` (..., out), in place. `x`: (..., in), of the same tokens."""
+        x_TI, out_TO = x.view(-1, x.shape[-1]), out.view(-1, out.shape[-1])
+        for group in self._batch.groups:
+            x_SLI = x_TI.index_select(0, group.rows).view(group.num_slots, -1, x.shape[-1])
+            products_SLR = torch.bmm(x_SLI, self.a[group.slots])
+            if group.mask_SL1 is not None:
+                products_SLR *= group.mask_SL1
+            out_TO.index_add_(0, group.rows, torch.bmm(products_SLR, self.b[group.slots]).view(-1, out.shape[-1]))
+
+    def slot(self, number: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A (rank, in) and B (out, rank) of a slot and of one of the layers, in the memory of all slots."""
+        rank = self._batch.rank
+        ranks = slice(layer * rank, (layer + 1) * rank)
+        first = sum(self._out_sizes[:layer])
+        return self.a[number, :, ranks].t(), self.b[number, ranks, first : first + self._out_sizes[layer]].t()
