@@ -105,6 +105,31 @@ def test_several_targets_a_token_dense_and_sparse(client):
     assert outputs[0].metrics["loss:sum"] == pytest.approx(float(-(weights * rows[1]).sum()), rel=1e-5)
 
 
+def test_models_are_sampled_from_side_by_side(service, base_model):
+    """Three models and the base at once: each answer has the numbers of its own model's trainer."""
+    clients = [service.create_lora_training_client(base_model, rank=8, seed=seed).result() for seed in (21, 22, 23)]
+    for number, one in enumerate(clients):
+        for _ in range(1 + number):
+            step(one)
+    samplers = [one.save_weights_and_get_sampling_client() for one in clients]
+    samplers.append(service.create_sampling_client(base_model=base_model).result())
+    prompt = types.ModelInput.from_ints(SEQUENCE[:4])
+    params = types.SamplingParams(max_tokens=24, temperature=1.0, seed=5)
+    calls = [sampler.sample(prompt, 8, params) for _ in range(3) for sampler in samplers]
+    sequences = [call.result(60).sequences for call in calls]
+    for one, of_one in zip(clients, sequences, strict=False):
+        data = [datum(SEQUENCE[:4] + list(sequence.tokens), 1.0) for sequence in of_one]
+        rows = one.forward(data, "cross_entropy").result(60).loss_fn_outputs
+        for row, sequence in zip(rows, of_one, strict=True):
+            expected = row["logprobs"].to_torch().flatten()[3:]
+            torch.testing.assert_close(torch.tensor(sequence.logprobs), expected, rtol=0, atol=2e-5)
+    texts = [[list(sequence.tokens) for sequence in of_one] for of_one in sequences]
+    assert texts[:4] == texts[4:8] == texts[8:], "the same seed, whoever is in the batch"
+    assert all(one != other for i, one in enumerate(texts[:4]) for other in texts[:i])
+    for one in clients:
+        _unload(service, one)
+
+
 def test_models_are_independent_of_each_other_and_of_the_order_of_their_requests(service, base_model):
     """Two models with the same seed and the same requests are equal, whatever another model does between."""
     one, two, other = (service.create_lora_training_client(base_model, rank=r, seed=7).result() for r in (4, 4, 32))

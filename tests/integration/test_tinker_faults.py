@@ -8,6 +8,7 @@ import time
 import psutil
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tests.integration.test_tinker import SEQUENCE, datum, logprobs, step
@@ -95,18 +96,29 @@ def test_deaths_under_the_server(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_sampler_file_with_right_checksums_and_wrong_weights_fails_its_own_requests_alone(tmp_path):
+@pytest.mark.parametrize(
+    "options, damaged, message",
+    [
+        (["--merged"], "lm_head.weight", "differs from the tensor that it is tied to"),
+        ([], "layers.0.attention.wo.lora_a.weight", "does not fit this generator's adapters"),
+    ],
+)
+def test_a_sampler_file_with_right_checksums_and_wrong_weights_fails_its_own_requests_alone(
+    tmp_path, options, damaged, message
+):
     params, prompt = types.SamplingParams(max_tokens=8, temperature=0.0), types.ModelInput.from_ints(SEQUENCE)
-    with tinker_server(tmp_path, "--lora-rank", "8") as (url, _):
+    with tinker_server(tmp_path, "--lora-rank", "8", *options) as (url, _):
         service = tinker.ServiceClient(base_url=url, api_key="tml-x")
         rest = tinker.RestClient(base_url=url, api_key="tml-x")
         base_model = rest.get_server_capabilities().result(30).supported_models[0].model_name
         client = service.create_lora_training_client(base_model, rank=8, seed=1).result()
         good, bad = [client.save_weights_for_sampler(name).result(60).path for name in ("good", "bad")]
         (file,) = tmp_path.glob("run/**/bad/weights.safetensors")
+        with safe_open(file, "pt") as opened:
+            metadata = opened.metadata()
         tensors = load_file(file)
-        tensors["lm_head.weight"] = tensors["lm_head.weight"] + 1
-        save_file(tensors, file)
+        tensors[damaged] = tensors[damaged] + 1 if options else tensors[damaged][1:]
+        save_file(tensors, file, metadata)
         records = json.loads((file.parent / "files.json").read_text())
         records |= checksums(file.parent, [file])
         (file.parent / "files.json").write_text(json.dumps(records))
@@ -114,8 +126,28 @@ def test_a_sampler_file_with_right_checksums_and_wrong_weights_fails_its_own_req
         sampler = service.create_sampling_client(model_path=good).result()
         before = sampler.sample(prompt, 1, params).result(60).sequences[0].tokens
         for _ in range(2):
-            with pytest.raises(tinker.RequestFailedError, match="differs from the tensor that it is tied to") as error:
+            with pytest.raises(tinker.RequestFailedError, match=message) as error:
                 service.create_sampling_client(model_path=bad).result().sample(prompt, 1, params).result(60)
             assert error.value.category is types.RequestErrorCategory.User
         assert sampler.sample(prompt, 1, params).result(60).sequences[0].tokens == before
         assert "is lost" not in (tmp_path / "server.log").read_text(errors="replace")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "before, after, message", [("--merged", "", "serve-tinker --merged"), ("", "--merged", "without --merged")]
+)
+def test_a_server_of_another_kind_says_how_a_sampler_is_sampled_from(tmp_path, before, after, message):
+    params, prompt = types.SamplingParams(max_tokens=8, temperature=0.0), types.ModelInput.from_ints(SEQUENCE)
+    with tinker_server(tmp_path, "--lora-rank", "8", *filter(None, [before])) as (url, _):
+        service = tinker.ServiceClient(base_url=url, api_key="tml-x")
+        rest = tinker.RestClient(base_url=url, api_key="tml-x")
+        base_model = rest.get_server_capabilities().result(30).supported_models[0].model_name
+        client = service.create_lora_training_client(base_model, rank=8, seed=1).result()
+        path = client.save_weights_for_sampler("saved").result(60).path
+    with tinker_server(tmp_path, "--lora-rank", "8", *filter(None, [after])) as (url, _):
+        service = tinker.ServiceClient(base_url=url, api_key="tml-x")
+        with pytest.raises(tinker.RequestFailedError, match=message) as error:
+            service.create_sampling_client(model_path=path).result().sample(prompt, 1, params).result(60)
+        assert error.value.category is types.RequestErrorCategory.User

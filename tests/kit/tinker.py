@@ -19,6 +19,7 @@ def served(directory: Path, **fields) -> Served:
             "context_tokens": 64,
             "trained_tokens": 64,
             "lora": LoRAConfig(rank=8, alpha=8.0),
+            "adapters_apart": False,
             "end_tokens": {"eos": 1, "pad": 0},
             "write_form": lambda checkpoint, source, target: None,
         }

@@ -36,6 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--base-model", default="", metavar="NAME", help="default: the path of model.assets")
     parser.add_argument("--lora-rank", type=int, default=32, metavar="N", help="largest; 0: one model, all parameters")
     parser.add_argument("--max-models", type=int, default=8, metavar="N", help="LoRA models in the trainer at once")
+    parser.add_argument(
+        "--merged", action="store_true", help="generators hold one version at a time, its adapters merged in"
+    )
     add_restarts(parser, 3, "begin again when the server is killed or fails")
 
 

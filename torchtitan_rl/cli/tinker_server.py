@@ -17,6 +17,7 @@ from torchtitan_rl.environment import let_garbage_wait
 from torchtitan_rl.launch.backend import Launcher, Stack
 from torchtitan_rl.launch.choice import ActorBackend
 from torchtitan_rl.launch.liveness.watchdog import alive
+from torchtitan_rl.model.decoding import holds_adapters
 from torchtitan_rl.model.files import assets_dir, has_weights, load_tokenizer, pad_token_id, write_model_dir
 from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.record.run_dir import RunDir
@@ -54,13 +55,15 @@ class TinkerOptions:
     lora_rank: int = 32
     """The largest rank of adapters where the config has no `trainer.lora`; 0: one model trains all parameters."""
     max_models: int = 8
+    merged: bool = False
+    """Generators hold one version at a time, with its adapters merged in."""
     allow_host: list[str] = field(default_factory=list)
     """Names in `Host` headers besides this machine's loopback's, where no key is asked for."""
 
 
 def adapted(config: RunConfig, options: TinkerOptions) -> RunConfig:
-    """The config of a server: with adapters, and with generators that are replaced when they are lost. Raises
-    ValueError for roles beside the policy."""
+    """The config of a server: with adapters, which generators hold side by side where they can, and with generators
+    that are replaced when they are lost. Raises ValueError for roles beside the policy."""
     if other_roles := [name for name in config.trainers() if name != "policy"]:
         raise ValueError(f"roles.{other_roles[0]}: a server trains the policy alone; leave roles.{other_roles[0]} out")
     trainer, generator = config.trainer, config.generator
@@ -68,6 +71,8 @@ def adapted(config: RunConfig, options: TinkerOptions) -> RunConfig:
         # alpha / rank = 1 for the largest rank; smaller ranks learn at about the same rate with the same alpha.
         lora = LoRAConfig(rank=options.lora_rank, alpha=32.0)
         trainer = dataclasses.replace(trainer, lora=lora)
+    if trainer.lora is not None and not generator.max_adapters and not options.merged and holds_adapters(generator):
+        generator = dataclasses.replace(generator, max_adapters=options.max_models + 1)  # each model's, and the base
     if not generator.max_replica_restarts:
         generator = dataclasses.replace(generator, max_replica_restarts=_RESTARTS)
     return dataclasses.replace(config, trainer=trainer, generator=generator)
@@ -117,6 +122,7 @@ async def open_server(config: RunConfig, options: TinkerOptions, run_dir: RunDir
         context_tokens=config.generator.max_model_len,
         trained_tokens=config.trainer.training.seq_len,
         lora=config.trainer.lora,
+        adapters_apart=config.generator.max_adapters > 0,
         end_tokens=ends,
         write_form=partial(write_hf_form, model=config.model, model_dir=model_dir),
     )

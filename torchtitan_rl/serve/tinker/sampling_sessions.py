@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -41,9 +42,12 @@ class Sampler:
 class Generators:
     """What the requests of all owners compete for: the generators, whose turn it is, and places for completions."""
 
-    def __init__(self, client: SamplingClient, versions: Versions, *, max_parallel: int) -> None:
+    def __init__(
+        self, client: SamplingClient, versions: Versions, *, max_parallel: int, side_by_side: bool = False
+    ) -> None:
+        """`side_by_side`: the generators hold the adapters of several versions at once, and no version has turns."""
         self.client, self.versions = client, versions
-        self.turns, self.places = Turns(), Places(max_parallel)
+        self.turns, self.places = None if side_by_side else Turns(), Places(max_parallel)
         self.loaded: dict[str, int] = {}
         """The version that a checkpoint on disk was given, by path; ids of models differ between owners."""
 
@@ -130,7 +134,8 @@ class Sampling:
         self, body: SampleBody, version: int, tokens: list[int], params: list[SamplingParams]
     ) -> Answer:
         try:
-            async with self._versions.published(version), self.turns.of(version):
+            turn = nullcontext() if self.turns is None else self.turns.of(version)
+            async with self._versions.published(version), turn:
                 return await self._answer(body, version, tokens, params)
         finally:
             self._places.give(body.num_samples)

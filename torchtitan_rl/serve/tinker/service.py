@@ -75,6 +75,8 @@ class Served:
     trained_tokens: int
     """Tokens of a datum (`trainer.training.seq_len`)."""
     lora: LoRAConfig | None
+    adapters_apart: bool
+    """Whether generators hold the adapters of several versions side by side."""
     end_tokens: dict[str, int]
     """The tokenizer's ids "eos" and "pad"."""
     write_form: Callable[[Checkpoint, Path, Path], None]
@@ -109,7 +111,9 @@ class Server:
             versions, max_published=limits.max_published, max_spooled=limits.max_spooled, spool=directory / "spool"
         )
         self.places = ModelPlaces(trainer, lora=served.lora, max_models=limits.max_models, wait_s=limits.place_wait_s)
-        self.generators = Generators(generator, self.versions, max_parallel=limits.max_parallel)
+        self.generators = Generators(
+            generator, self.versions, max_parallel=limits.max_parallel, side_by_side=served.adapters_apart
+        )
         self.downloads = Downloads(directory / "archives", served.write_form, valid_s=limits.link_s)
         self.shelf = Shelf()
         self._services: dict[str, Service] = {}
