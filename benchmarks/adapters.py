@@ -4,7 +4,13 @@
 
 Both sides are an engine in a process of its own, with the same weights, prompts, lengths and seeds, and take turns. On
 one side each request is answered by one of the adapters, in turn; they act on every linear layer. The third side
-answers the same requests an adapter at a time, as an engine does that holds one version. Prints one line of JSON.
+answers the same requests an adapter at a time, as an engine does that holds one version. Prints one line of JSON for
+each distribution of lengths.
+
+    .venv/bin/python -m benchmarks.adapters --sync [--size 0.6b] [--dtype bfloat16] [--rank 16] [--repeats 5]
+
+Seconds of a sync, from a trainer's process to a generator's, after an optimizer step each: of all weights with adapters
+merged in, and of the adapters alone, whose first sync, which has the base, is not counted. One after the other.
 """
 
 from __future__ import annotations
@@ -24,12 +30,16 @@ from statistics import median
 import torch
 
 from torchtitan_rl import adapters, platform
-from torchtitan_rl.config.meshes import LoRAConfig
+from torchtitan_rl.algorithm.losses import cross_entropy
+from torchtitan_rl.config.meshes import LoRAConfig, TrainerConfig
 from torchtitan_rl.config.model import ModelConfig
+from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.launch.actors import ActorLauncher
+from torchtitan_rl.tools.bench.generation import CALL_S
 from torchtitan_rl.tools.bench.measurement import Repeat
 from torchtitan_rl.tools.bench.side import Once, OpenSide, in_turn, opened
-from torchtitan_rl.tools.bench.workload import LENGTHS, SHAPES, Dtype, Lengths, Workload
-from torchtitan_rl.types import Request, SamplingParams
+from torchtitan_rl.tools.bench.workload import EOS, LENGTHS, SHAPES, Dtype, Lengths, Workload
+from torchtitan_rl.types import Datum, Request, SamplingParams
 
 BASE, TOGETHER, IN_TURN = "base alone", "adapters in one batch", "an adapter at a time"
 
@@ -118,6 +128,56 @@ def measure(size: str, dtype: Dtype, num_adapters: int, rank: int, repeats: int)
     return rows
 
 
+async def sync_seconds(workload: Workload, model: Path, lora: LoRAConfig, max_adapters: int, repeats: int) -> float:
+    """The median of `repeats` syncs."""
+    config = RunConfig(
+        name="bench",
+        task=None,
+        model=ModelConfig(assets=str(model), shape=workload.shape, pretrained=True),
+        trainer=TrainerConfig(lora=lora),
+        generator=dataclasses.replace(workload.generator(), max_adapters=max_adapters, kv_cache_gib=0.25),
+    )
+    config.trainer.training.seq_len, config.generator.max_num_seqs = workload.context, 1
+    if max_adapters:
+        config.generator.adapters = lora
+    launcher = ActorLauncher(log_dir=None, start_timeout_s=CALL_S, call_timeout_s=CALL_S)
+    ones_T, seconds = torch.ones(4), []
+    datum = Datum(
+        tokens=torch.tensor([3, 4, 5, 6]),
+        target_tokens=torch.tensor([4, 5, 6, 7]),
+        loss_inputs={"loss_mask": ones_T, "token_weights": ones_T / 4},
+    )
+    try:
+        stack = await launcher.start(config, model, eos=EOS)
+        for _ in range(repeats + 1):
+            await stack.roles["policy"].forward_backward([datum], cross_entropy)
+            await stack.roles["policy"].optim_step()
+            start = time.perf_counter()
+            await stack.generator.pull_newest()
+            seconds.append(time.perf_counter() - start)
+        stack.generator.close()
+    finally:
+        await launcher.stop()
+    return median(seconds[1:])
+
+
+def measure_sync(size: str, dtype: Dtype, rank: int, repeats: int) -> dict:
+    workload = Workload(size=size, shape=SHAPES["qwen3"][size], dtype=dtype)
+    lora = LoRAConfig(rank=rank, alpha=2.0 * rank)
+    with tempfile.TemporaryDirectory() as scratch:
+        model = Path(scratch) / "model"
+        workload.write_model(model)
+        merged, apart = (asyncio.run(sync_seconds(workload, model, lora, slots, repeats)) for slots in (0, 2))
+    return {
+        "size": size,
+        "dtype": dtype,
+        "rank": rank,
+        "merged, s": round(merged, 4),
+        "adapters alone, s": round(apart, 4),
+        "ratio": round(apart / merged, 3),
+    }
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", default="32m", choices=list(SHAPES["qwen3"]))
@@ -125,6 +185,10 @@ if __name__ == "__main__":
     parser.add_argument("--adapters", type=int, default=8)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--sync", action="store_true")
     args = parser.parse_args()
+    if args.sync:
+        print(json.dumps(measure_sync(args.size, args.dtype, args.rank, args.repeats)))
+        raise SystemExit
     for row in measure(args.size, args.dtype, args.adapters, args.rank, args.repeats):
         print(json.dumps(row))
