@@ -55,11 +55,12 @@ class RequestSlots(LogitsProcessor):
 class _SlotRows:
     """The tokens of a forward that use slots, sorted by slot."""
 
-    slots: slice | torch.Tensor
-    """The slots in use, and how many they are."""
-    num_slots: int
+    slots: slice
+    """S neighbouring slots, of which a few may have no token."""
     rows: torch.Tensor
     """The tokens' rows (S x longest), the same number of each slot; filled up with row 0."""
+    rows_of_two: torch.Tensor
+    """The same in the output of two stacked layers, seen as two rows a token: (S x 2 x longest)."""
     mask_SL1: torch.Tensor | None
     """1 for a token, 0 for what is filled up; None: every slot has as many tokens."""
 
@@ -97,39 +98,40 @@ class AdapterBatch:
         ]
         if not of_slots:
             return
-        # Side by side every slot costs as much as the one with the most tokens, such as that of a prompt.
-        longest = max(len(rows) for _, rows in of_slots)
-        if len(of_slots) * longest <= _MOST_FILLING * sum(len(rows) for _, rows in of_slots):
-            self.groups = [_together(of_slots, longest, device, dtype)]
+        # Side by side every slot from the first to the last costs as much as the one with the most tokens, such as that
+        # of a prompt.
+        longest, span = max(len(rows) for _, rows in of_slots), of_slots[-1][0] - of_slots[0][0] + 1
+        if span * longest <= _FREE_ROWS + _MOST_FILLING * sum(len(rows) for _, rows in of_slots):
+            self.groups = [_side_by_side(of_slots, span, longest, device, dtype)]
         else:
-            self.groups = [_together([one], len(one[1]), device, dtype) for one in of_slots]
+            self.groups = [_side_by_side([one], 1, len(one[1]), device, dtype) for one in of_slots]
 
 
-_MOST_FILLING = 1.5
-"""Rows that are multiplied at most for each token that uses a slot."""
+_FREE_ROWS, _MOST_FILLING = 64, 1.5
+"""Slots are multiplied side by side while that is so many rows, and so many more for each token that uses a slot."""
 
 
-def _together(
-    of_slots: list[tuple[int, np.ndarray]], longest: int, device: torch.device, dtype: torch.dtype
+def _side_by_side(
+    of_slots: list[tuple[int, np.ndarray]], span: int, longest: int, device: torch.device, dtype: torch.dtype
 ) -> _SlotRows:
-    rows_SL = np.zeros((len(of_slots), longest), dtype=np.int64)
-    mask_SL = np.zeros((len(of_slots), longest), dtype=np.float32)
-    for index, (_, rows) in enumerate(of_slots):
-        rows_SL[index, : len(rows)], mask_SL[index, : len(rows)] = rows, 1
-    numbers = [slot for slot, _ in of_slots]
-    neighbours = numbers[-1] - numbers[0] == len(numbers) - 1  # a slice copies no matrices
+    """The rows of each slot, of `span` slots from the first on."""
+    rows_SL = np.zeros((span, longest), dtype=np.int64)
+    mask_SL = np.zeros((span, longest), dtype=np.float32)
+    first = of_slots[0][0]
+    for slot, rows in of_slots:
+        rows_SL[slot - first, : len(rows)], mask_SL[slot - first, : len(rows)] = rows, 1
+    rows_S2L = rows_SL[:, None] * 2 + np.arange(2)[:, None]
     return _SlotRows(
-        slots=slice(numbers[0], numbers[-1] + 1) if neighbours else torch.tensor(numbers, device=device),
-        num_slots=len(numbers),
+        slots=slice(first, first + span),
         rows=torch.from_numpy(rows_SL.reshape(-1)).to(device),
+        rows_of_two=torch.from_numpy(rows_S2L.reshape(-1)).to(device),
         mask_SL1=None if mask_SL.all() else torch.from_numpy(mask_SL).to(device, dtype)[..., None],
     )
 
 
 class LayerAdapters(torch.nn.Module):
-    """The adapters of a matrix in every slot: A transposed (slots, in, rank), B transposed (slots, rank, out). A matrix
-    that stacks the rows of several layers has their adapters side by side: the rank is the sum of theirs, and B is
-    zero but for the rows and ranks of one layer each."""
+    """The adapters of a matrix in every slot. The matrix has the rows of one layer, or stacks those of two layers of
+    one size. A is (slots, layers x rank, in), B transposed (slots, layers, rank, out of a layer)."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -137,25 +139,30 @@ class LayerAdapters(torch.nn.Module):
     def __init__(self, batch: AdapterBatch, weights: Sequence[torch.Tensor]) -> None:
         """`weights`: (out, in) of each layer on this rank."""
         super().__init__()
-        self._batch, rank = batch, batch.rank * len(weights)
-        self._out_sizes = [len(weight) for weight in weights]
-        columns = weights[0].shape[1]
-        self.register_buffer("a", weights[0].new_zeros(batch.num_slots, columns, rank), persistent=False)
-        self.register_buffer("b", weights[0].new_zeros(batch.num_slots, rank, sum(self._out_sizes)), persistent=False)
+        self._batch, self._num_layers = batch, len(weights)
+        (rows, columns), slots = weights[0].shape, batch.num_slots
+        assert self._num_layers in (1, 2) and all(weight.shape == weights[0].shape for weight in weights)
+        new = weights[0].new_zeros
+        self.register_buffer("a", new(slots, self._num_layers * batch.rank, columns), persistent=False)
+        self.register_buffer("b", new(slots, self._num_layers, batch.rank, rows), persistent=False)
 
     def add_to(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        """Adds x A^T B^T of each token's slot to `out` (..., out), in place. `x`: (..., in), of the same tokens."""
-        x_TI, out_TO = x.view(-1, x.shape[-1]), out.view(-1, out.shape[-1])
+        """Adds x A^T B^T of each token's slot to `out` (..., layers x out), in place. `x`: (..., in), of the same
+        tokens."""
+        x_TI, two = x.reshape(-1, x.shape[-1]), self._num_layers == 2
+        out_TO = out.view(-1, self.b.shape[-1])
         for group in self._batch.groups:
-            x_SLI = x_TI.index_select(0, group.rows).view(group.num_slots, -1, x.shape[-1])
-            products_SLR = torch.bmm(x_SLI, self.a[group.slots])
+            a_SRI, b_SRO = self.a[group.slots], self.b[group.slots].flatten(0, 1)
+            x_SLI = x_TI.index_select(0, group.rows).view(len(a_SRI), -1, x.shape[-1])
+            products_SLR = torch.bmm(x_SLI, a_SRI.transpose(1, 2))
             if group.mask_SL1 is not None:
                 products_SLR *= group.mask_SL1
-            out_TO.index_add_(0, group.rows, torch.bmm(products_SLR, self.b[group.slots]).view(-1, out.shape[-1]))
+            if two:
+                products_SLR = products_SLR.unflatten(-1, (2, -1)).transpose(1, 2).flatten(0, 1)
+            rows = group.rows_of_two if two else group.rows
+            out_TO.index_add_(0, rows, torch.bmm(products_SLR, b_SRO).view(-1, out_TO.shape[-1]))
 
     def slot(self, number: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A (rank, in) and B (out, rank) of a slot and of one of the layers, in the memory of all slots."""
         rank = self._batch.rank
-        ranks = slice(layer * rank, (layer + 1) * rank)
-        first = sum(self._out_sizes[:layer])
-        return self.a[number, :, ranks].t(), self.b[number, ranks, first : first + self._out_sizes[layer]].t()
+        return self.a[number, layer * rank : (layer + 1) * rank], self.b[number, layer].t()
