@@ -140,13 +140,14 @@ def test_a_sampler_file_with_right_checksums_and_wrong_weights_fails_its_own_req
 )
 def test_a_server_of_another_kind_says_how_a_sampler_is_sampled_from(tmp_path, before, after, message):
     params, prompt = types.SamplingParams(max_tokens=8, temperature=0.0), types.ModelInput.from_ints(SEQUENCE)
-    with tinker_server(tmp_path, "--lora-rank", "8", *filter(None, [before])) as (url, _):
+    options = ("--lora-rank", "8", "--port", "18734")  # one address: the SDK keeps its first client of a process
+    with tinker_server(tmp_path, *options, *filter(None, [before])) as (url, _):
         service = tinker.ServiceClient(base_url=url, api_key="tml-x")
         rest = tinker.RestClient(base_url=url, api_key="tml-x")
         base_model = rest.get_server_capabilities().result(30).supported_models[0].model_name
         client = service.create_lora_training_client(base_model, rank=8, seed=1).result()
         path = client.save_weights_for_sampler("saved").result(60).path
-    with tinker_server(tmp_path, "--lora-rank", "8", *filter(None, [after])) as (url, _):
+    with tinker_server(tmp_path, *options, *filter(None, [after])) as (url, _):
         service = tinker.ServiceClient(base_url=url, api_key="tml-x")
         with pytest.raises(tinker.RequestFailedError, match=message) as error:
             service.create_sampling_client(model_path=path).result().sample(prompt, 1, params).result(60)
