@@ -12,8 +12,9 @@ import openai
 
 from tests.integration.dialect_clients import CLIENTS, Settings
 
-RETRIED, DROPPED, BRANCHED = 0.1, 0.1, 0.055
-"""Shares of steps. A step that branches makes two calls, so each kind is a tenth of the calls."""
+RETRIED, DROPPED, BRANCHED = 0.125, 0.115, 0.048
+"""Shares of steps. A step that branches makes two calls, and nothing is asked again before an answer: each kind is
+about a tenth of the calls."""
 _ROOM = 200
 """Tokens of a prompt after which another conversation begins."""
 
@@ -47,7 +48,7 @@ class Caller:
 
     async def _step(self, client, answered: bool, draws: random.Random, counted: bool):
         """(calls, tokens of the last prompt or 0, the client that goes on)."""
-        draw = draws.random()
+        draw = draws.random() if counted else 1.0  # an evaluation asks once, and has to read the answer
         if draw < DROPPED:
             return 1, await self._dropped(client, draws.random() * 0.05, counted), client
         if draw < DROPPED + BRANCHED:
