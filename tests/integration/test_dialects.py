@@ -2,7 +2,9 @@
 data, whole and as a stream."""
 
 import asyncio
+import dataclasses
 import importlib
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -10,19 +12,30 @@ import anthropic
 import openai
 import pytest
 import pytest_asyncio
+import torch
 
 from scripts.gpu_checks.engines import random_weights, started, untrained_dir
+from tests.integration.captured_calls import Caller, check_records
 from tests.integration.conftest import ROOT
 from tests.integration.dialect_clients import CLIENTS, Settings
 from tests.kit.rollouts import group, rollout, turn
 from tests.unit.serve.opened import BYTES
+from torchtitan_rl.algorithm import credit
+from torchtitan_rl.algorithm.advantages import group_centered
 from torchtitan_rl.algorithm.datums import to_datums
 from torchtitan_rl.config.load import load_config
 from torchtitan_rl.config.meshes import GeneratorConfig
+from torchtitan_rl.record import attempts
+from torchtitan_rl.record.recorder import RolloutsEnded, TrainedOn
+from torchtitan_rl.record.run_dir import RunDir
+from torchtitan_rl.record.run_dir_writer import RunDirWriter
 from torchtitan_rl.rollout.agent import SessionLimits
+from torchtitan_rl.rollout.external import external
 from torchtitan_rl.rollout.policy import Policy
 from torchtitan_rl.serve.gateway import Gateway
-from torchtitan_rl.types import Request
+from torchtitan_rl.tools.view.turn_tree import TurnTree
+from torchtitan_rl.types import Request, Task
+from torchtitan_rl.types.branches import branches, parents
 
 pytestmark = [pytest.mark.whole, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
@@ -34,10 +47,15 @@ class EngineSampler:
 
     def __init__(self, engine):
         self.engine = engine
+        self.answered = []
+        """What the engine was asked and answered, copied before anybody else has it: see `captured_calls`."""
 
     async def sample(self, tokens, params, *, policy_version=None):
         (future,) = self.engine.submit([Request(tokens, params)])
-        return await asyncio.wait_for(asyncio.wrap_future(future), 120)
+        sampled = await asyncio.wait_for(asyncio.wrap_future(future), 120)
+        lists = (tokens, sampled.tokens, sampled.logprobs, sampled.policy_versions)
+        self.answered.append(tuple(map(tuple, lists)))
+        return sampled
 
 
 @pytest.fixture(scope="module")
@@ -220,3 +238,94 @@ async def test_every_dialect_ends_in_the_same_rollout(gateway, sampler, name):
             if reply.logprobs is not None:
                 assert reply.logprobs == answer.completion.logprobs
     assert all(logprobs for logprobs in (reply.logprobs for reply in plays["chat", True][1]))
+
+
+async def played_and_recorded(gateway, sampler, agent, path, *, num_rollouts, **algorithm):
+    """(rollouts, data, records read back) of one group that an agent has played through the gateway."""
+    workflow = external(agent, timeout_s=300)
+    workflow.attach(gateway)
+    task, of = Task(id="t", prompt="", answer=""), policy(sampler, training=True)
+    seeds = range(100, 100 + num_rollouts)
+    rollouts = await asyncio.gather(*(workflow(task, of, rollout_id=f"0/0/{seed}", seed=seed) for seed in seeds))
+    config = load_config(str(ROOT / "configs" / "calculator_tools.py")).algorithm
+    of_task = group(*rollouts)
+    datums = to_datums([of_task], dataclasses.replace(config, **algorithm))
+    run_dir = RunDir.create(path)
+    attempts.begin(run_dir, None)
+    writer = RunDirWriter(run_dir, BYTES.decode)
+    writer.trained(TrainedOn(sequences=[(d, d.loss_inputs["sampling_logprobs"]) for d in datums]))
+    writer.rollouts(RolloutsEnded(step=1, groups=[of_task]))
+    return rollouts, datums, list(attempts.read_rollouts(run_dir))
+
+
+async def test_records_have_the_tokens_of_the_engine_whatever_clients_do(gateway, sampler, tmp_path):
+    caller = Caller(num_calls=8)
+    rollouts, datums, records = await played_and_recorded(gateway, sampler, caller, tmp_path, num_rollouts=8)
+    checked = check_records(records, sampler.answered, caller.counts)
+    assert checked["calls"] >= 64 and all(caller.counts[kind] for kind in ("retry", "dropped", "branch", *CLIENTS))
+    assert checked["turns"] + sum(r.counts["undelivered"] for r in rollouts) <= checked["calls"]
+    turns = [turn for played in rollouts for turn in played.turns]
+    for datum in datums:
+        of_rollout = rollouts[datum.rollout].turns
+        for index, first, count in datum.turns:
+            logprobs = torch.tensor(of_rollout[index].completion.logprobs)
+            assert torch.equal(datum.loss_inputs["sampling_logprobs"][first : first + count], logprobs)
+    assert sum(len(datum.turns) for datum in datums) == len(turns)
+
+
+async def branching(task, endpoint):
+    """A question, two ways to go on from its answer, and between them a conversation of its own."""
+    async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, timeout=120) as sdk:
+
+        async def ask(messages):
+            answer = await sdk.chat.completions.create(model="policy", messages=messages, max_completion_tokens=8)
+            return [*messages, answer.choices[0].message.model_dump(exclude_none=True)]
+
+        root = await ask([{"role": "user", "content": "1+2"}])
+        first = await ask([*root, {"role": "user", "content": "sure?"}])
+        await ask([*first, {"role": "user", "content": "really?"}])
+        await ask([{"role": "user", "content": "a title"}])
+        await ask([*root, {"role": "user", "content": "why?"}])
+    return endpoint.seed - 100.0
+
+
+def by_depth(rollout):
+    """Credit of one's own: half for each turn that a turn goes on from."""
+    credits = []
+    for parent in parents(rollout.turns):
+        credits.append(1.0 if parent is None else credits[parent] / 2)
+    return credits
+
+
+@pytest.mark.parametrize(
+    ("credit_fn", "credits", "num_sequences"),
+    [
+        (None, [1, 1, 1, 1, 1], 3),
+        (credit.all_branches, [1, 1, 1, 1, 1], 3),
+        (credit.last_branch, [1, 0, 0, 0, 1], 2),
+        (by_depth, [1, 0.5, 0.25, 1, 0.5], 3),
+    ],
+)
+async def test_each_branch_is_a_sequence_and_has_the_credit_of_the_hook(
+    gateway, sampler, tmp_path, credit_fn, credits, num_sequences
+):
+    rollouts, datums, records = await played_and_recorded(
+        gateway, sampler, branching, tmp_path, num_rollouts=2, credit_fn=credit_fn, advantage_fn=group_centered
+    )
+    assert len(datums) == 2 * num_sequences
+    for place, (played, record) in enumerate(zip(rollouts, records, strict=True)):
+        assert [turn["extends"] for turn in record["turns"]] == [None, 0, 1, None, 0]
+        assert branches(played.turns) == [[0, 1, 2], [3], [0, 4]]
+        learned = [Counter() for _ in played.turns]  # advantage -> tokens in a loss
+        for datum in datums:
+            for index, first, count in datum.turns if datum.rollout == place else ():
+                trained = datum.loss_inputs["loss_mask"][first : first + count] > 0
+                learned[index] += Counter(datum.loss_inputs["advantages"][first : first + count][trained].tolist())
+        own = -0.5 if place == 0 else 0.5
+        lengths = [len(turn.completion.tokens) for turn in played.turns]
+        assert learned == [Counter({own * factor: n} if factor else {}) for factor, n in zip(credits, lengths)]
+        trained = sum(datum.loss_inputs["loss_mask"].sum().item() for datum in datums if datum.rollout == place)
+        assert trained == sum(n for factor, n in zip(credits, lengths) if factor)
+        tree = TurnTree.of(record)
+        assert tree.num_branches == 3 and [node.column for node in tree.nodes] == [0, 0, 0, 1, 2]
+        assert [node.trains for node in tree.nodes] == [factor > 0 for factor in credits]

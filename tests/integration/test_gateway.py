@@ -5,8 +5,12 @@ import functools
 
 import pytest
 
+from tests.integration.captured_calls import Caller, check_records
 from tests.integration.conftest import ROOT
+from tests.integration.dialect_clients import CLIENTS
 from torchtitan_rl.config.load import load_config
+from torchtitan_rl.record.attempts import read_rollouts
+from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.train.controller import Controller
 
 pytestmark = pytest.mark.whole
@@ -31,7 +35,9 @@ def watched(controller):
 
     async def sample_(tokens, params, **more):
         completion = await sample(tokens, params, **more)
-        sampled.append((list(tokens), list(completion.tokens), list(completion.logprobs)))
+        sampled.append(
+            (tuple(tokens), *map(tuple, (completion.tokens, completion.logprobs, completion.policy_versions)))
+        )
         return completion
 
     def forward_backward_(data, *args, **more):
@@ -45,8 +51,8 @@ def watched(controller):
 def check_that_trained_is_sampled(sampled, trained):
     """Each turn of each datum: its prompt and its tokens are those of one request, and only they have a loss."""
     said = {}  # several log-probabilities where versions said the same
-    for asked, answered, logprobs in sampled:
-        said.setdefault((tuple(asked), tuple(answered)), []).append(logprobs)
+    for prompt, answered, logprobs, _ in sampled:
+        said.setdefault((prompt, answered), []).append(list(logprobs))
     num_turns = 0
     for datum in trained:
         mask, of_turns = datum.loss_inputs["loss_mask"].tolist(), 0
@@ -104,3 +110,23 @@ async def test_agents_that_fail_cost_their_groups(tmp_path):
     first, second = (line for line in metrics if line["phase"] == "reinforcement")
     assert (first["failure/workflow"], first["failure/dropped_groups"]) == (4, 1)
     assert trained and "failure/dropped_groups" not in second or second["failure/dropped_groups"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+async def test_a_thousand_calls_of_all_dialects_are_recorded_as_the_engine_answered(tmp_path):
+    config = small(tmp_path / "run", max_policy_lag=1, max_failed_frac=1.0)
+    caller = Caller(num_calls=8)
+    config.algorithm.workflow.agent, config.algorithm.workflow.timeout_s = caller, 300
+    config.algorithm.tasks_per_step, config.algorithm.group_size, config.controller.num_steps = 8, 4, 4
+    config.generator.max_model_len = config.trainer.training.seq_len = 384
+    config.sampling.max_rollout_tokens, config.controller.test_tasks = 0, 1
+    sampled, trained, _, metrics = await run(config)
+    records = list(read_rollouts(RunDir(config.output_dir)))
+    assert len(records) == 128 and check_that_trained_is_sampled(sampled, trained) >= 900
+    checked = check_records(records, sampled, caller.counts)
+    print(f"\n{checked}, {dict(caller.counts)}")
+    assert checked["calls"] >= 1000
+    for kind in ("retry", "dropped", "branch"):
+        assert 0.07 <= caller.counts[kind] / checked["calls"] <= 0.13, caller.counts
+    assert all(caller.counts[kind] >= 150 for kind in CLIENTS)

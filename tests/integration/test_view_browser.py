@@ -19,7 +19,7 @@ import pytest
 
 from tests.integration.conftest import ROOT
 from tests.integration.leftovers import nothing_left
-from tests.kit.runs import HOSTILE, completion, made_run, write_evaluation
+from tests.kit.runs import HOSTILE, branching, completion, made_run, write_evaluation, write_step
 
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -76,6 +76,7 @@ def hostile(tmp_path_factory):
     """The directory of a run with hostile completions."""
     run_dir = made_run(tmp_path_factory.mktemp("runs") / "hostile")
     write_evaluation(run_dir, 1, [completion(0, HOSTILE, 0.0), completion(1, "abc", 1.0)])
+    write_step(run_dir, 4, [branching(20)])
     return run_dir.path
 
 
@@ -168,6 +169,19 @@ def test_hostile_completions_are_harmless_text(page):
     assert "<script>alert(1)</script><img src=x onerror=alert(2)>" in said and "U+202E" in said and "\u202e" not in said
 
 
+def test_a_rollout_with_branches_is_drawn_and_its_turns_are_a_click_away(page):
+    page.goto("/rollout?run=hostile&id=20/0/0")
+    tree = page.locator(".tree")
+    rows = [row.bounding_box() for row in tree.locator("li").all()]
+    dots = [dot.bounding_box() for dot in tree.locator("circle").all()]
+    middle = [box["y"] + box["height"] / 2 for box in rows]
+    assert middle == pytest.approx([box["y"] + box["height"] / 2 for box in dots], abs=2)  # each beside its turn
+    assert dots[0]["x"] == dots[1]["x"] < dots[2]["x"] < dots[3]["x"]
+    assert tree.locator("path").count() == 2
+    tree.locator("a", has_text="turn 2").click()
+    assert page.url.endswith("#turn-2") and page.locator("#turn-2").is_visible()
+
+
 def test_a_megabyte_of_one_line_does_not_stop_the_browser(page, hostile):
     with open(hostile / "rollouts" / "000002.jsonl", "a") as file:
         record = {"step": 9, "attempt": 1, "rollout_id": "long", "group_id": "long", "text": "x" * 1_000_000}
@@ -196,6 +210,7 @@ def test_axe_finds_no_serious_fault(page, scheme, tmp_path_factory):
     for address in (
         *("/", "/curves", "/evaluations", "/rollouts?run=live", "/groups?run=live", "/group?run=hostile&id=2/0"),
         *("/rollout?run=hostile&id=2/0/0", "/rollout?run=hostile&id=2/0/0&tint=ratio", "/text?run=hostile&id=2/0/1"),
+        "/rollout?run=hostile&id=20/0/0",
         *("/configs?show=all", "/configs", "/completions?run=live", "/completions?run=hostile"),
         *(f"/task?{TASK}", f"/completion?{TASK}&step=1"),
     ):

@@ -13,7 +13,7 @@ from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.record.run_dir_writer import RunDirWriter
 from torchtitan_rl.types import Completion, Datum, Rollout, RolloutGroup, Task, Turn
 
-__all__ = ["HOSTILE", "completion", "decode", "group", "made_run", "write_evaluation", "write_step"]
+__all__ = ["HOSTILE", "branching", "completion", "decode", "group", "made_run", "write_evaluation", "write_step"]
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m\x00\u202eevil\u202c\u2066"
 """What a page must show as text."""
@@ -47,6 +47,26 @@ def group(slot: int, texts: list[str], rewards: list[float], *, left_out: str = 
             trained.append((_datum(reward - 0.5, rollout=i), torch.tensor([-2.0, -1.1, -0.5, -3.0, -1.0])))
     advantages = None if left_out else [reward - 0.5 for reward in rewards]
     return RolloutGroup(id=f"{slot}/0", rollouts=rollouts, advantages=advantages, left_out=left_out), trained
+
+
+def branching(slot: int) -> tuple[RolloutGroup, list]:
+    """A group with one rollout: a turn, two branches from it, of which the second learns, and a conversation of its
+    own; and what trained."""
+    task = Task(id=f"sort/train/{slot}", prompt=f"prompt {slot}", answer="abc")
+    said = [([1, 2], [3, 4]), ([1, 2, 3, 4, 9], [6]), ([1, 2, 3, 4, 8], [5]), ([7], [6])]
+    turns = [Turn(prompt_tokens=prompt, completion=_completion(tokens, [5] * len(tokens))) for prompt, tokens in said]
+    played = Rollout(id=f"{slot}/0/0", task=task, turns=turns, reward=1.0, text="tree", group=f"{slot}/0")
+    first, second = _datum(0.5, rollout=0), _datum(0.5, rollout=0)
+    for datum, mask, places in (
+        (first, [0.0, 1.0, 1.0, 0.0, 0.0], [(0, 1, 2), (1, 4, 1)]),
+        (second, [0.0, 0.0, 0.0, 0.0, 1.0], [(2, 4, 1)]),
+    ):
+        mask_T = torch.tensor(mask)
+        datum.loss_inputs = {"token_weights": mask_T / 3, "loss_mask": mask_T, "advantages": mask_T * 0.5}
+        datum.turns = places
+    second.tokens, second.target_tokens = torch.tensor([1, 2, 3, 4, 8]), torch.tensor([2, 3, 4, 8, 5])
+    trained = [(datum, torch.full((5,), -1.0)) for datum in (first, second)]
+    return RolloutGroup(id=f"{slot}/0", rollouts=[played], advantages=[0.5]), trained
 
 
 def _completion(tokens: list[int], versions: list[int]) -> Completion:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from torchtitan_rl.algorithm.advantages import estimate_advantages
+from torchtitan_rl.algorithm.credit import credits_of
 from torchtitan_rl.algorithm.precomputed import use_precomputed
 from torchtitan_rl.algorithm.routed_data import with_routing
 from torchtitan_rl.algorithm.soft_targets import with_soft_targets
@@ -19,11 +20,12 @@ __all__ = ["demonstration_datums", "to_datums"]
 
 
 def to_datums(groups: list[RolloutGroup], config: AlgorithmConfig) -> list[Datum]:
-    """One datum per run of turns that extend each other, in order, with token weights by `config.reduction`.
+    """One datum per run of turns that extend each other, in order, with token weights by `config.reduction`. A run in
+    which no turn has credit (algorithm/credit.py) has no datum, unless the whole rollout has none: then it is masked.
 
     Fills `group.advantages`: with valid precomputed advantages (algorithm/precomputed.py), else with the estimator's.
     Raises ValueError for a reward that is not finite, or when the estimator gives anything but one finite advantage per
-    rollout.
+    rollout, or when `config.credit_fn` gives anything but one finite number per turn.
     """
     turns = [turn for group in groups for rollout in group.rollouts for turn in rollout.turns]
     carries = config.precomputed_advantages == "require" or any(turn.advantages is not None for turn in turns)
@@ -40,7 +42,10 @@ def to_datums(groups: list[RolloutGroup], config: AlgorithmConfig) -> list[Datum
     rollouts = [(index, group, i) for index, group in enumerate(groups) for i in range(len(group.rollouts))]
     for number, (index, group, i) in enumerate(rollouts):
         advantages = carried[index][i] if index in carried else group.advantages[i]
-        sequences += _sequences(group.rollouts[i], advantages, index, number)
+        of_rollout = list(
+            _sequences(group.rollouts[i], advantages, credits_of(group.rollouts[i], config), index, number)
+        )
+        sequences += [sequence for sequence in of_rollout if sequence.has_credit] or of_rollout
     columns = [sequence.columns() for sequence in sequences]
     weights = config.reduction([inputs["loss_mask"] for inputs in columns], [s.group for s in sequences])
     data = [s.datum(inputs | {"token_weights": w}) for s, inputs, w in zip(sequences, columns, weights, strict=True)]
@@ -69,17 +74,20 @@ class _Sequence:
     advantages: list[float] = field(default_factory=list)
     turns: list[tuple[int, Turn]] = field(default_factory=list)
     """(position of the turn's first sampled token in `tokens`, turn)."""
+    has_credit: bool = False
+    """Whether a turn has a credit other than 0."""
 
-    def extend(self, turn: Turn, advantages: list[float], *, masked: bool) -> None:
+    def extend(self, turn: Turn, advantages: list[float], credit: float, *, masked: bool) -> None:
         """Appends the part of a turn's prompt that the sequence lacks, which does not train, and the completion."""
         unseen, logprobs = turn.prompt_tokens[len(self.tokens) :], turn.completion.logprobs
         before = [0.0] * len(unseen)
         self.tokens += unseen + turn.completion.tokens
         self.turns.append((len(self.tokens) - len(logprobs), turn))
+        self.has_credit |= credit != 0
         # A token sampled with log-probability -inf does not train.
-        self.mask += before + [float(math.isfinite(x) and not masked) for x in logprobs]
+        self.mask += before + [float(math.isfinite(x) and credit != 0 and not masked) for x in logprobs]
         self.logprobs += before + [x if math.isfinite(x) else 0.0 for x in logprobs]
-        self.advantages += before + advantages
+        self.advantages += before + [credit * advantage for advantage in advantages]
 
     def columns(self) -> dict[str, torch.Tensor]:
         """Loss inputs, each (T,). Position t predicts token t + 1, so the first token has no entry."""
@@ -126,8 +134,11 @@ def _check_completion(rollout: Rollout, turn: Turn) -> None:
             )
 
 
-def _sequences(rollout: Rollout, advantages: float | list[list[float]], group: int, number: int) -> Iterator[_Sequence]:
-    """A rollout's sequences; `advantages` is one number, or one number for each turn and token.
+def _sequences(
+    rollout: Rollout, advantages: float | list[list[float]], credits: list[float], group: int, number: int
+) -> Iterator[_Sequence]:
+    """A rollout's sequences; `advantages` is one number, or one number for each turn and token; `credits` are one
+    number per turn.
 
     A turn whose prompt begins with all tokens so far continues the sequence; any other turn begins a new sequence. The
     tokens are the sampled tokens, never text encoded again.
@@ -139,7 +150,7 @@ def _sequences(rollout: Rollout, advantages: float | list[list[float]], group: i
             yield sequence
             sequence = _Sequence(rollout.id, group, number, first_turn=index)
         of_turn = advantages[index] if isinstance(advantages, list) else [advantages] * len(turn.completion.tokens)
-        sequence.extend(turn, of_turn, masked=rollout.masked)
+        sequence.extend(turn, of_turn, credits[index], masked=rollout.masked)
     if sequence.tokens:
         yield sequence
 

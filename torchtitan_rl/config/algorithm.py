@@ -179,6 +179,10 @@ class AlgorithmConfig:
     stepwise_mode: Literal["broadcast", "per_step"] = "broadcast"
     """Every turn has the advantage of its rollout. `"per_step"` is deprecated: setting it warns and sets `"broadcast"`;
     use a `trajectory_grouping_hook` to compare single turns."""
+    credit_fn: Callable | None = None
+    """`(rollout) -> one number per turn`, the factor of the rollout's advantage for the turn's tokens; a turn with 0
+    does not train. For rollouts with branches, such as an agent's; see algorithm/credit.py. None: every turn of every
+    branch counts alike."""
     filters: FilterConfig = field(default_factory=FilterConfig)
     """Which groups and rollouts do not train; see algorithm/filters.py."""
     loss_fn: Callable = field(default_factory=_default_loss_fn)

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from torchtitan_rl.types.branches import parents
+
 if TYPE_CHECKING:
     from torchtitan_rl.types import Datum, Rollout, RolloutGroup, Task, Turn
 
@@ -85,21 +87,24 @@ def _as_text(value: Any) -> str | None:
 
 
 def _per_token(rollout: Rollout, trained: list[Trained], decode: Callable[[list[int]], str]) -> dict[str, Any]:
-    turns, before = [], []
-    for turn in rollout.turns:
-        turns.append(_of_turn(turn, before, decode))
-        before = turn.prompt_tokens + turn.completion.tokens
+    extended = parents(rollout.turns)
+    turns = [_of_turn(rollout.turns, i, parent, decode) for i, parent in enumerate(extended)]
     return {"turns": turns, "sequences": [_of_sequence(datum, logprobs_T) for datum, logprobs_T in trained]}
 
 
-def _of_turn(turn: Turn, before: list[int], decode: Callable[[list[int]], str]) -> dict[str, Any]:
-    """`before` has the tokens up to the turn: a prompt that begins with them is recorded without them."""
-    completion, continues = turn.completion, turn.prompt_tokens[: len(before)] == before
+def _of_turn(
+    turns: Sequence[Turn], index: int, parent: int | None, decode: Callable[[list[int]], str]
+) -> dict[str, Any]:
+    """`parent` is the index of the turn that this one goes on from: the prompt is recorded without the tokens up to
+    there."""
+    turn, completion = turns[index], turns[index].completion
+    num_before = 0 if parent is None else len(turns[parent].prompt_tokens) + len(turns[parent].completion.tokens)
     return {
-        "prompt": _prompt(decode, tuple(turn.prompt_tokens[len(before) :] if continues else turn.prompt_tokens)),
+        "prompt": _prompt(decode, tuple(turn.prompt_tokens[num_before:])),
         "text": decode(completion.tokens),
         "reward": turn.reward,
         "num_prompt_tokens": len(turn.prompt_tokens),
+        "extends": parent,
         **{name: getattr(completion, name) for name in _OF_COMPLETION},
     }
 

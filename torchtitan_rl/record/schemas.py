@@ -22,6 +22,7 @@ TURN = pa.struct(
         "text": _TEXT,
         "reward": _FLOAT,
         "num_prompt_tokens": _INT,
+        "extends": _INT,
         "finish_reason": _TEXT,
         "tokens": pa.list_(_INT),
         "logprobs": pa.list_(_FLOAT),

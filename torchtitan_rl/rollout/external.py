@@ -23,6 +23,7 @@ from torchtitan_rl.tasks.outcomes import outcome_in_thread
 from torchtitan_rl.tasks.reward_parts import PartNames
 from torchtitan_rl.tasks.sandbox.config import SandboxConfig
 from torchtitan_rl.types import A_REWARD, Rollout, Task, Turn, is_reward
+from torchtitan_rl.types.branches import last_branch
 
 __all__ = ["external", "External", "Endpoint", "SessionLimits", "CommandLimits", "AgentFailed", "Gateway", "Session"]
 
@@ -190,8 +191,9 @@ class External:
         else:
             counted = result or session.reward
         reward, parts = counted or (0.0 if limit else None, {})
-        first, last = turns[0].prompt_tokens, [*turns[-1].prompt_tokens, *turns[-1].completion.tokens]
-        episode_tokens = last[len(first) :] if last[: len(first)] == first else turns[-1].completion.tokens
+        branch = [turns[index] for index in last_branch(turns)]
+        whole = [*branch[-1].prompt_tokens, *branch[-1].completion.tokens]
+        episode_tokens = whole[len(branch[0].prompt_tokens) :]
         return Rollout(
             id=rollout_id,
             task=task,

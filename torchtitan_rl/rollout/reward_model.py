@@ -12,6 +12,7 @@ from torchtitan_rl.config.run import RewardModelConfig
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.record.tracing import running, span
 from torchtitan_rl.types import A_REWARD, Datum, Rollout, is_reward
+from torchtitan_rl.types.branches import last_branch
 from torchtitan_rl.types.score_parts import SCORE, TASK_REWARD
 
 __all__ = ["RewardModel", "sequence_of"]
@@ -72,9 +73,9 @@ class RewardModel:
 
 
 def sequence_of(rollout: Rollout) -> list[int]:
-    """The tokens that the classifier reads: the last turn's prompt, which holds the conversation so far, and its
-    completion, as they were sampled."""
-    last = rollout.turns[-1]
+    """The tokens that the classifier reads: the prompt of the turn that was asked for last, which holds the
+    conversation so far, and its completion, as they were sampled."""
+    last = rollout.turns[last_branch(rollout.turns)[-1]]
     return [*last.prompt_tokens, *last.completion.tokens]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
+from torchtitan_rl.rollout.ignored_parameters import NOT_OFFERED
 from torchtitan_rl.serve.errors import Refused, invalid
 from torchtitan_rl.serve.openai.requests import ChatRequest, chat_request
 
@@ -33,10 +34,12 @@ class Fields:
         for name, value in body.items():
             if value is None or name in self.meaningless:
                 continue
-            neutral, why = self.refused.get(name, ((), "there is no such parameter here"))
-            if name in self.refused and value in neutral:
+            # Clients of vLLM send parameters of chat completions in the other dialects too.
+            terms = self.refused if name in self.refused or name in self.offered else NOT_OFFERED
+            neutral, why = terms.get(name, ((), "there is no such parameter here"))
+            if name in terms and value in neutral:
                 continue
-            if name in self.refused and name in ignored:
+            if name in terms and name in ignored:
                 left_out.append(name)
             elif name in self.offered:
                 content[name] = value

@@ -255,6 +255,7 @@ def _application(gateway: Gateway) -> FastAPI:
         ("/v1/messages/count_tokens", routes.count_tokens, ["POST"], anthropic_answer),
         ("/v1/responses", routes.responses, ["POST"], responses_answer),
         ("/v1/responses/{response_id}", routes.stored_response, ["GET", "DELETE"], responses_answer),
+        ("/v1/responses/{response_id}/cancel", routes.cancelled_response, ["POST"], responses_answer),
         ("/reward", routes.reward, ["POST"], answer),
     ):
         app.add_route("/sessions/{session_id}" + path, routes.guarded(handler, refuse), methods)
@@ -349,20 +350,16 @@ class _Routes:
 
     async def stored_response(self, request: Request) -> Response:
         """A stored response as it was sent, or with DELETE no longer."""
-        response_id, stored = request.path_params["response_id"], self._stored(request)
-        if name := next(iter(request.query_params), None):
-            raise invalid(f"{name[:80]}: is not offered: a response comes whole; leave it out", name[:80])
-        if (kept := stored.get(response_id)) is None:
-            raise Refused(
-                404,
-                f"response {response_id[:80]!r}: is not stored; the last {stored.max_responses} are, unless store was "
-                "false",
-                code="response_not_found",
-            )
+        kept = self._kept(request)
         if request.method == "GET":
             return _sent(kept.whole)
-        stored.forget(response_id)
+        self._stored(request).forget(response_id := request.path_params["response_id"])
         return _sent({"id": response_id, "object": "response", "deleted": True})
+
+    async def cancelled_response(self, request: Request) -> Response:
+        """Refuses: no response is in the background, so a stored one is done."""
+        self._kept(request)
+        raise invalid("Cannot cancel a synchronous response: it is done once it can be named")
 
     async def models(self, request: Request) -> Response:
         """The models, or the one that the path names."""
@@ -410,6 +407,20 @@ class _Routes:
             with self.gateway.spans.away():
                 await asyncio.to_thread(_import_dialects)
             self._has_dialects = True
+
+    def _kept(self, request: Request) -> StoredResponse:
+        """The stored response that the path names. Raises Refused for one that is not stored."""
+        response_id, stored = request.path_params["response_id"], self._stored(request)
+        if name := next(iter(request.query_params), None):
+            raise invalid(f"{name[:80]}: is not offered: a response comes whole; leave it out", name[:80])
+        if (kept := stored.get(response_id)) is None:
+            raise Refused(  # clients know this case by OpenAI's words
+                404,
+                f"Response with id {response_id[:80]!r} not found. The last {stored.max_responses} are stored, unless "
+                "store was false",
+                code="response_not_found",
+            )
+        return kept
 
     async def _parsed(self, request: Request, read: Reader) -> tuple[Session, Any]:
         session, key = self._session(request), _key(request)

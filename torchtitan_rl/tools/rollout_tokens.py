@@ -67,6 +67,8 @@ class ReadTurn:
     finish_reason: str | None
     seconds: list[float] | None
     """Asked, answered, and the environment's answer, since the rollout began."""
+    extends: int | None = None
+    """The turn that this one goes on from; None: it begins from a prompt of its own, or the record does not say."""
     tokens: list[Token] = field(default_factory=list)
 
 
@@ -113,6 +115,7 @@ def _turn(turn: dict[str, Any], seconds: list[float] | None, pieces: Callable | 
         reward=_number(turn.get("reward")),
         finish_reason=turn.get("finish_reason"),
         seconds=seconds,
+        extends=turn.get("extends"),
         tokens=tokens,
     )
 

@@ -13,7 +13,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from torchtitan_rl.algorithm import advantages, corrections, losses, minibatch_statistics, reductions
+from torchtitan_rl.algorithm import advantages, corrections, credit, losses, minibatch_statistics, reductions
 from torchtitan_rl.config.algorithm import AlgorithmConfig, ScheduleConfig
 from torchtitan_rl.config.resolve import function_name, named
 from torchtitan_rl.config.run import RolesConfig, RunConfig
@@ -21,6 +21,7 @@ from torchtitan_rl.validation.functions import (
     needs_old_logprobs,
     probe_advantages,
     probe_correction,
+    probe_credit,
     probe_loss,
     probe_minibatch,
     probe_reduction,
@@ -65,6 +66,8 @@ def check_algorithm(config: RunConfig) -> None:
         functions["correction_fn"] = corrections
     if algorithm.minibatch_fn is not None:
         functions["minibatch_fn"] = minibatch_statistics
+    if algorithm.credit_fn is not None:
+        functions["credit_fn"] = credit
     for name, module in functions.items():
         check_function(f"algorithm.{name}", getattr(algorithm, name), module)
     with no_breakpoints():
@@ -166,6 +169,7 @@ def _check_terms(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
     _check_adaptive_kl(algorithm)
     _check_correction(algorithm, _columns(algorithm, roles))
     _check_minibatch_fn(algorithm)
+    _check_credit(algorithm, roles)
     if roles.critic is None:
         for name, default in (("critic_loss_config", {}), ("gae_gamma", 1.0), ("gae_lambda", 1.0)):
             if name == "gae_gamma" and algorithm.kl_in_return:
@@ -179,6 +183,24 @@ def _check_terms(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
         raise ValueError(
             "algorithm.rollout_retries=0: retries nothing; use 1 or more, or on_rollout_failure='drop_group'"
         )
+
+
+def _check_credit(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
+    """Refuses a factor of advantages where advantages are computed after it, from rewards or by a teacher. Which turns
+    train still counts there."""
+    if algorithm.credit_fn in (None, credit.all_branches, credit.last_branch):
+        return
+    computed_by = {
+        "roles.critic": roles.critic is not None,
+        "algorithm.kl_in='return'": algorithm.kl_in_return,
+        "algorithm.distill.rewards=False": algorithm.distill is not None and not algorithm.distill.rewards,
+    }
+    for setting, is_set in computed_by.items():
+        if is_set:
+            raise ValueError(
+                f"algorithm.credit_fn={function_name(algorithm.credit_fn)}: with {setting} advantages are computed "
+                "token by token after it, so its factors would not count; use credit.last_branch or credit.all_branches"
+            )
 
 
 def _check_weighted_kl(algorithm: AlgorithmConfig) -> None:
@@ -301,6 +323,8 @@ def _probe(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
     divergence = algorithm.distill.divergence if algorithm.distill is not None else ""
     outputs = ["policy_logprobs", *(["teacher_kl"] if divergence == "full" else [])]
     probe_advantages(algorithm)
+    if algorithm.credit_fn is not None:
+        probe_credit(algorithm)
     probe_reduction(f"algorithm.reduction={named(algorithm.reduction)}", algorithm.reduction)
     check_arguments("algorithm.loss_config", algorithm.loss_fn, algorithm.loss_config)
     probe_loss(

@@ -8,8 +8,10 @@ from functools import partial
 import torch
 
 from torchtitan_rl.algorithm.advantages import estimate_advantages
+from torchtitan_rl.algorithm.credit import credits_of
 from torchtitan_rl.algorithm.terms import same_sequences
 from torchtitan_rl.config.algorithm import AlgorithmConfig
+from torchtitan_rl.config.resolve import named
 from torchtitan_rl.record.user_code import defined_at, described, raised_at
 from torchtitan_rl.types import Completion, Datum, LossInputs, Rollout, RolloutGroup, Task, Turn
 
@@ -18,6 +20,7 @@ __all__ = [
     "needs_old_logprobs",
     "probe_advantages",
     "probe_correction",
+    "probe_credit",
     "probe_loss",
     "probe_minibatch",
     "probe_pair_loss",
@@ -167,6 +170,18 @@ def probe_advantages(config: AlgorithmConfig) -> None:
         except ValueError as error:
             place = defined_at(estimator)
             raise ValueError(f"{error}{place if '.py:' not in str(error) else ''}") from error
+
+
+def probe_credit(config: AlgorithmConfig) -> None:
+    """Refuses a credit function that fails, or gives anything but one finite number per turn. Tried on a rollout of one
+    turn, and on one whose first turn has two branches."""
+    for group in (made_up_group("probe/one turn", [1.0], config), made_up_group("probe/branches", [1.0], config)):
+        (rollout,) = group.rollouts
+        if group.id == "probe/branches":
+            root = rollout.turns[0]
+            before = [*root.prompt_tokens, *root.completion.tokens]
+            rollout.turns += [Turn(prompt_tokens=[*before, i], completion=root.completion) for i in (1, 2)]
+        _tried(f"algorithm.credit_fn={named(config.credit_fn)}", partial(credits_of, rollout, config), {})
 
 
 def made_up_group(name: str, rewards_G: list[float], config: AlgorithmConfig, *, role: str = "policy") -> RolloutGroup:

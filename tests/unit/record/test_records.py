@@ -85,11 +85,19 @@ def test_a_record_has_texts_turns_and_both_sides_of_the_training(tmp_path):
         "masked": False,
     }
     assert [(t["prompt"], t["text"], t["num_prompt_tokens"]) for t in turns] == [("ab", "de", 2), ("f", "g", 5)]
+    assert [t["extends"] for t in turns] == [None, 0]
     assert (turns[0]["tokens"], turns[0]["policy_versions"], turns[0]["logprobs"]) == ([4, 5], [2, 3], [-1.0, -1.0])
     assert sequence["policy_logprobs"] == LOGPROBS.tolist() and sequence["loss_mask"] == [0, 1, 1, 0, 1]
     assert sequence["target_tokens"] == [2, 4, 5, 6, 7] and sequence["token_weights"] == [0, 0.25, 0.25, 0, 0.5]
     assert sequence["turns"] == [[0, 1, 2], [1, 4, 1]] and sequence["old_logprobs"] is None
     assert (second["advantage"], second["turns"], second["sequences"]) == (-0.5, [], [])
+
+
+def test_a_branch_is_recorded_from_the_turn_that_it_goes_on_from():
+    root, branch = turn([1], [2], [0], "stop"), turn([1, 2, 5], [6], [0], "stop")
+    played = rollout("0/0/0", root, turn([1, 2, 3], [4], [0], "stop"), branch, turn([7], [8], [0], "stop"))
+    (record,) = rollout_records([RolloutGroup(id="0/0", rollouts=[played])], [], decode)
+    assert [(t["extends"], t["prompt"]) for t in record["turns"]] == [(None, "a"), (0, "c"), (0, "e"), (None, "g")]
 
 
 def test_without_a_decoder_a_record_has_no_tokens():

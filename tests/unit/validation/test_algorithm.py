@@ -7,7 +7,7 @@ import math
 import pytest
 
 from tests.kit.refusal import refusal
-from torchtitan_rl.algorithm import corrections, losses, reductions
+from torchtitan_rl.algorithm import corrections, credit, losses, reductions
 from torchtitan_rl.algorithm.advantages import group_estimator, grpo, pass_at_k, reinforce, reinforce_pp_baseline, rloo
 from torchtitan_rl.algorithm.group_estimators import length_discounted, length_rewarded, opo, remax
 from torchtitan_rl.algorithm.inputs import without_inputs
@@ -351,6 +351,32 @@ def test_an_estimator_of_groups_is_tried_with_lengths_and_any_part():
     )
     said = refused(advantage_fn=takes_it_for_rewards)
     assert said.startswith("algorithm.advantage_fn: raised AttributeError: 'JudgedGroup' object has no attribute")
+
+
+def halves(rollout):
+    return [0.5] * len(rollout.turns)
+
+
+@pytest.mark.parametrize("credit_fn", [credit.all_branches, credit.last_branch, halves])
+def test_a_credit_function_passes(credit_fn):
+    check(run(credit_fn=credit_fn))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"credit_fn": "last_branches"}, "did you mean the function torchtitan_rl.algorithm.credit.last_branch?"),
+        ({"credit_fn": lambda rollout: [1.0]}, "returned [1.0] for the 3 turns of rollout probe/branches/0; return a"),
+        ({"credit_fn": lambda rollout: rollout.turns[1]}, "raised IndexError"),
+        (
+            {"credit_fn": halves, "roles": ("critic",)},
+            "halves: with roles.critic advantages are computed token by token",
+        ),
+        ({"credit_fn": halves} | ADAPTIVE, "with algorithm.kl_in='return' advantages are computed"),
+    ],
+)
+def test_a_credit_function_that_is_not_one_or_would_not_count(config, message):
+    assert message in refused(**config)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from torchtitan_rl.tools.view.pages import Missing
 from torchtitan_rl.tools.view.query import Parameters
 from torchtitan_rl.tools.view.runs import ShownRun
 from torchtitan_rl.tools.view.text import TINTS
+from torchtitan_rl.tools.view.turn_tree import TurnTree
 
 __all__ = ["group", "groups", "listed", "rollout", "whole_text"]
 
@@ -105,6 +106,7 @@ def group(parameters: Parameters) -> dict[str, Any]:
 
 def rollout(parameters: Parameters) -> dict[str, Any]:
     shown, record = _record(parameters)
+    tree = TurnTree.of(record)
     sampled = [turn.get("tokens") or [] for turn in record["turns"] or [] if isinstance(turn, dict)]
     num_tokens, limit = sum(map(len, sampled)), MOST_TOKENS if parameters.text("all") == "1" else MAX_TOKENS
     _shorten(record, limit)
@@ -119,6 +121,7 @@ def rollout(parameters: Parameters) -> dict[str, Any]:
         "run": shown,
         "record": record,
         "turns": turns,
+        "tree": tree,
         "num_tokens": num_tokens,
         "is_short": num_tokens > limit,
         "most": min(num_tokens, MOST_TOKENS) if limit < MOST_TOKENS else 0,

@@ -228,6 +228,26 @@ async def test_stored_responses_are_read_deleted_and_not_kept_where_nobody_wants
             await sdk.responses.retrieve(first.id, stream=True)
 
 
+async def test_a_parameter_of_chat_completions_is_refused_by_its_reason_or_ignored():
+    asked = {"model": "policy", "input": "a", "extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}
+    async with served("a" + END) as (_, sdk, _):
+        with pytest.raises(
+            openai.BadRequestError, match="chat_template_kwargs: is not offered: the tokenizer's template"
+        ):
+            await sdk.responses.create(**asked)
+    async with served("a" + END, ignored=("chat_template_kwargs",)) as (_, sdk, _):
+        assert (await sdk.responses.create(**asked)).status == "completed"
+
+
+async def test_a_response_is_done_and_cannot_be_cancelled():
+    async with served("a" + END) as (_, sdk, _):
+        made = await sdk.responses.create(model="policy", input="a")
+        with pytest.raises(openai.BadRequestError, match="Cannot cancel a synchronous response"):
+            await sdk.responses.cancel(made.id)
+        with pytest.raises(openai.NotFoundError, match="Response with id 'resp_x' not found."):
+            await sdk.responses.cancel("resp_x")
+
+
 async def test_a_session_reads_its_own_responses_alone():
     async with served("a" + END, "b" + END) as (gateway, sdk, _):
         first = await sdk.responses.create(model="policy", input="a")

@@ -12,7 +12,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from tests.kit.runs import HOSTILE, completion, group, made_run, write_evaluation, write_step
+from tests.kit.runs import HOSTILE, branching, completion, group, made_run, write_evaluation, write_step
 from torchtitan_rl.cli import main, verbs
 from torchtitan_rl.record.run_dir import RunDir
 
@@ -22,6 +22,7 @@ from fastapi.testclient import TestClient  # noqa: E402
 from torchtitan_rl.tools.view import pages, text, view_verb  # noqa: E402
 from torchtitan_rl.tools.view.application import application  # noqa: E402
 from torchtitan_rl.tools.view.runs import open_runs  # noqa: E402
+from torchtitan_rl.tools.view.turn_tree import TurnTree  # noqa: E402
 
 ADDRESSES = ("/", "/curves", "/evaluations", "/completions", "/configs", "/rollouts", "/groups")
 TASK = "name=sort&split=validation&id=sort/validation/1"
@@ -463,3 +464,26 @@ def test_the_verb_says_what_is_wrong(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("builtins.__import__", without)
     assert main.main(["view", str(tmp_path)]) == 1
     assert "run scripts/setup.sh" in capsys.readouterr().err
+
+
+def test_a_rollout_with_branches_is_drawn_as_a_tree(tmp_path):
+    run_dir = made_run(tmp_path / "run", steps=1)
+    write_step(run_dir, 2, [branching(4)])
+    html = client(run_dir.path).get("/rollout", params={"id": "4/0/0"}).text
+    assert "3 branches of 4 turns" in html
+    assert re.findall(r'<path d="([^"]*)"', html) == ["M8 12V24L8 36", "M8 12V48L22 60"]
+    circles = re.findall(r'<circle cx="(\d+)" cy="(\d+)" r="4" class="([^"]*)"', html)
+    assert circles == [("8", "12", "high"), ("8", "36", " untrained"), ("22", "60", "high"), ("36", "84", " untrained")]
+    rows = re.findall(r'<li><a href="#turn-(\d)">turn \d</a>(.*?)</li>', html)
+    assert [("not trained" in row, "0.500" in row) for _, row in rows] == [(False, True), (True, False)] * 2
+    assert 'goes on from <a href="#turn-0">turn 0</a>' in html and html.count("<h3>Observation</h3>") == 2
+
+
+def test_records_of_versions_that_do_not_say_what_a_turn_goes_on_from_have_no_tree():
+    assert TurnTree.of({"turns": [{"tokens": [1]}, {"tokens": [2]}]}) is None
+    assert TurnTree.of({"turns": []}) is None
+
+
+def test_a_long_tree_is_drawn_in_part():
+    tree = TurnTree.of({"turns": [{"extends": None if i == 0 else i - 1, "tokens": [1]} for i in range(1000)]})
+    assert (tree.num_turns, tree.num_branches, len(tree.nodes), tree.width) == (1000, 1, 300, 16)
