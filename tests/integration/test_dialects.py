@@ -24,7 +24,12 @@ from torchtitan_rl.rollout.policy import Policy
 from torchtitan_rl.serve.gateway import Gateway
 from torchtitan_rl.types import Request
 
-pytestmark = [pytest.mark.whole, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.whole,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(600),
+    pytest.mark.usefixtures("forked"),
+]
 
 CONTEXT = 384
 
