@@ -1,6 +1,7 @@
 """One running stack, shared by the tests that do not break it: real actors, real engine, real store."""
 
 import asyncio
+import os
 import subprocess
 import sys
 import tempfile
@@ -13,7 +14,7 @@ import psutil
 import pytest
 
 from tests.integration.leftovers import nothing_left
-from tests.kit.forks.server import in_use
+from tests.kit.forks.server import ACTORS_ALONE, in_use
 from torchtitan_rl.config.load import load_config
 from torchtitan_rl.config.run import RunConfig
 
@@ -83,7 +84,8 @@ def watched(arguments: list[str], path: Path, typed: str = "") -> SimpleNamespac
     ):
         stdin.write(typed)
         stdin.seek(0)
-        process = subprocess.Popen(command, cwd=ROOT, stdin=stdin, stdout=out, stderr=err)
+        environment = os.environ | ACTORS_ALONE  # the processes below are to be all that it has
+        process = subprocess.Popen(command, cwd=ROOT, stdin=stdin, stdout=out, stderr=err, env=environment)
         end = time.monotonic() + 150
         while process.poll() is None:
             assert time.monotonic() < end

@@ -11,7 +11,7 @@ from torchtitan_rl.rollout.finished import FinishedGroups
 from torchtitan_rl.train.overlap import Overlap
 from torchtitan_rl.train.overlapped_evaluations import OverlappedEvaluations
 
-pytestmark = [pytest.mark.whole, pytest.mark.usefixtures("forked")]
+pytestmark = pytest.mark.whole
 
 LAG, STEPS = 2, 6
 

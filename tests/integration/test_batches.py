@@ -12,8 +12,6 @@ from torchtitan_rl.tasks.limited import Limited
 from torchtitan_rl.tasks.rewards import Rewards
 from torchtitan_rl.types import RolloutGroup
 
-pytestmark = pytest.mark.usefixtures("forked")
-
 
 @contextlib.contextmanager
 def algorithm(controller, **settings):

@@ -24,12 +24,7 @@ from torchtitan_rl.rollout.policy import Policy
 from torchtitan_rl.serve.gateway import Gateway
 from torchtitan_rl.types import Request
 
-pytestmark = [
-    pytest.mark.whole,
-    pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.timeout(600),
-    pytest.mark.usefixtures("forked"),
-]
+pytestmark = [pytest.mark.whole, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
 CONTEXT = 384
 

@@ -20,8 +20,6 @@ from torchtitan_rl.train.lines import StepMetrics
 from torchtitan_rl.validation.run import validate
 from torchtitan_rl.weights.checkpoint import hf_weights
 
-pytestmark = pytest.mark.usefixtures("forked")
-
 SHELL = [block for page in PAGES for block in blocks(page, "bash")]
 COMMANDS = [(block.place, *words) for block in SHELL for words in block.commands()]
 STACK_ON = ("README.md",)

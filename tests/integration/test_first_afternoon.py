@@ -22,7 +22,7 @@ from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.train.controller import Controller
 from torchtitan_rl.types import SamplingParams
 
-pytestmark = [pytest.mark.whole, pytest.mark.usefixtures("forked")]
+pytestmark = pytest.mark.whole
 
 ROOT = Path(__file__).parents[2]
 WEIGHTS = {"exact": 1.0, "letters": 0.5, "service": 0.25}

@@ -9,7 +9,7 @@ from tests.integration.conftest import ROOT
 from torchtitan_rl.config.load import load_config
 from torchtitan_rl.train.controller import Controller
 
-pytestmark = [pytest.mark.whole, pytest.mark.usefixtures("forked")]
+pytestmark = pytest.mark.whole
 
 
 def small(output_dir, **algorithm):

@@ -19,7 +19,7 @@ from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.types import OptimParams
 from torchtitan_rl.weights import checkpoint
 
-pytestmark = [pytest.mark.whole, pytest.mark.usefixtures("forked")]
+pytestmark = pytest.mark.whole
 
 DATA = random_datums(7)
 

@@ -8,7 +8,7 @@ from tests.integration.conftest import ROOT
 from torchtitan_rl.algorithm.datums import to_datums
 from torchtitan_rl.config.load import load_config
 
-pytestmark = [pytest.mark.whole, pytest.mark.timeout(300), pytest.mark.usefixtures("forked")]
+pytestmark = [pytest.mark.whole, pytest.mark.timeout(300)]
 
 
 async def test_the_calculator(tmp_path, monkeypatch):

@@ -11,8 +11,6 @@ from torchtitan_rl.algorithm.losses import cross_entropy
 from torchtitan_rl.train.controller import Controller
 from torchtitan_rl.types import OptimParams, SamplingParams
 
-pytestmark = pytest.mark.usefixtures("forked")
-
 PROMPTS = [[20, 31, 27, 44, 14 + i] for i in range(8)]
 LONG = SamplingParams(max_tokens=50, ignore_eos=True, seed=0)
 

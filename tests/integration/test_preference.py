@@ -27,7 +27,7 @@ from torchtitan_rl.train.preference import PairTrainer
 from torchtitan_rl.types import OptimParams
 from torchtitan_rl.types.ends import Preempted
 
-pytestmark = [pytest.mark.whole, pytest.mark.usefixtures("forked")]
+pytestmark = pytest.mark.whole
 
 EVERYTHING = 10**6
 

@@ -10,7 +10,7 @@ from tests.integration.conftest import small_config
 from torchtitan_rl.train.controller import Controller
 from torchtitan_rl.types import OptimParams, SamplingParams
 
-pytestmark = [pytest.mark.whole, pytest.mark.usefixtures("forked")]
+pytestmark = pytest.mark.whole
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 PROMPT = [20, 31, 27, 44, 14]

@@ -24,8 +24,6 @@ from torchtitan_rl.train.resume import find
 from torchtitan_rl.types.ends import Preempted
 from torchtitan_rl.weights import checkpoint
 
-pytestmark = pytest.mark.usefixtures("forked")
-
 ROOT = Path(__file__).parents[2]
 COLUMNS = ("reward/", "loss/", "eval/", "optim/", "policy/", "mismatch/", "completion/")
 

@@ -18,7 +18,7 @@ from torchtitan_rl.tools.audit import audit
 from torchtitan_rl.train.controller import Controller
 from torchtitan_rl.types.ends import Preempted
 
-pytestmark = [pytest.mark.whole, pytest.mark.usefixtures("forked")]
+pytestmark = pytest.mark.whole
 ACTORS = pytest.param("actors", marks=pytest.mark.slow)
 
 

@@ -18,7 +18,7 @@ from torchtitan_rl.config.meshes import AdamWConfig, TrainerConfig
 from torchtitan_rl.config.run import RoleConfig
 from torchtitan_rl.types import OptimParams
 
-pytestmark = [pytest.mark.whole, pytest.mark.usefixtures("forked")]
+pytestmark = pytest.mark.whole
 
 
 def role(**parallelism):

@@ -16,7 +16,7 @@ from torchtitan_rl.rollout.self_distill import distill_group, self_distill
 from torchtitan_rl.tasks.letter_sort import hinted
 from torchtitan_rl.weights import checkpoint
 
-pytestmark = [pytest.mark.whole, pytest.mark.timeout(300), pytest.mark.usefixtures("forked")]
+pytestmark = [pytest.mark.whole, pytest.mark.timeout(300)]
 
 
 def answer_as_hint(rollout):

@@ -18,8 +18,6 @@ from torchtitan_rl.train.lines import StepMetrics
 from torchtitan_rl.train.role_scores import with_old_logprobs
 from torchtitan_rl.types import OptimParams, SamplingParams
 
-pytestmark = pytest.mark.usefixtures("forked")
-
 PROMPT = [20, 31, 27, 44, 14]
 
 

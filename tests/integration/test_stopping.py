@@ -14,8 +14,6 @@ from torchtitan_rl.train.controller import Controller
 from torchtitan_rl.train.early_stop import Collapsed
 from torchtitan_rl.train.resume import find
 
-pytestmark = pytest.mark.usefixtures("forked")
-
 
 async def trained(config, *, resume_from: str = ""):
     """The controller after its run, and what `train` returned."""

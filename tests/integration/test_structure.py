@@ -12,7 +12,7 @@ from torchtitan_rl.config.load import load_config
 from torchtitan_rl.config.meshes import GeneratorConfig
 from torchtitan_rl.types import Request, SamplingParams
 
-pytestmark = [pytest.mark.whole, pytest.mark.usefixtures("forked")]
+pytestmark = pytest.mark.whole
 
 PROMPT = BYTES.encode("<|user|>12+7<|end|><|assistant|>")
 SCHEMA = {

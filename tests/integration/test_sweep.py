@@ -14,8 +14,6 @@ from torchtitan_rl.record import attempts
 from torchtitan_rl.record.fork_point import fork_point
 from torchtitan_rl.record.run_dir import RunDir
 
-pytestmark = pytest.mark.usefixtures("forked")
-
 ROOT = Path(__file__).parents[2]
 FORK = "trainer.optimizer.lr=0.05"
 ARGUMENTS = [

@@ -10,7 +10,7 @@ from torchtitan_rl.config.meshes import TrainerConfig
 from torchtitan_rl.config.run import RoleConfig
 from torchtitan_rl.types import OptimParams
 
-pytestmark = [pytest.mark.whole, pytest.mark.timeout(300), pytest.mark.usefixtures("forked")]
+pytestmark = [pytest.mark.whole, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")

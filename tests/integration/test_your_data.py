@@ -16,8 +16,6 @@ from torchtitan_rl.tasks.dataset import Dataset
 from torchtitan_rl.train.controller import Controller
 from torchtitan_rl.validation.run import validate
 
-pytestmark = pytest.mark.usefixtures("forked")
-
 DOCS = Path(__file__).parents[2] / "docs"
 SHAPE = Qwen3Shape(
     vocab_size=400, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=32, hidden_dim=128, max_seq_len=512

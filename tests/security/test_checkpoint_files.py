@@ -20,7 +20,7 @@ from torchtitan_rl.config.resolve import rebuilt, resolved
 from torchtitan_rl.weights import checkpoint
 from torchtitan_rl.weights.saved_state import load_state, saved_names
 
-pytestmark = [pytest.mark.whole, pytest.mark.usefixtures("forked")]
+pytestmark = pytest.mark.whole
 
 ROOT = Path(__file__).parents[2]
 

@@ -16,7 +16,7 @@ from tests.security.doors import DOORS, Door, as_json, opened
 from tests.security.mutations import mutated, mutated_address
 from tests.security.open_sockets import open_doors, sockets
 
-pytestmark = [pytest.mark.whole, pytest.mark.usefixtures("forked")]
+pytestmark = pytest.mark.whole
 
 JSON = {"Content-Type": "application/json"}
 

@@ -1,16 +1,16 @@
 """Processes of tests that begin as forks of one that has made their imports, which are most of what a start costs.
 
 `forks` starts a server. While its environment is in use, Python processes that would become a trainer, a generator, a
-store, or a run of `--backend local` are forks (`sitecustomize.py`); every other process starts as always. A fork is a
-process of its own from then on: it has its own pid, may be killed, and runs Monarch's start like any other. It differs
-from a process that started by itself in this:
+store or a command are forks (`sitecustomize.py`); every other process starts as always. A fork is a process of its own
+from then on: it has its own pid, may be killed, and runs Monarch's start like any other. It differs from a process that
+started by itself in this:
 
-- its parent is the server. What looks for the children of a controller sees a small process for each instead, that
-  lives as long; one that is killed ends the other.
-- its hashes of strings are those of every other fork of its server, so sets have one order in all of them.
-- import happened before its start: what is imported when, and what that takes, is not to be seen in it.
+- its parent is the server. The child of who started it is a small process, which lives as long as the fork: the end of
+  one is the end of the other. Its memory, sockets and files are not those of the fork.
+- strings have the hashes that they have in every other fork of the server, so that sets have one order in all of them.
+- its imports were made before its start: what they take is not to be measured in it.
 
-Files whose tests are about such things start processes as always."""
+Tests of such things start processes as always, or the command alone (`ACTORS_ALONE`)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
@@ -36,6 +36,8 @@ from typing import NoReturn
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 SERVERS = "TORCHTITAN_RL_TEST_FORKS"
+ACTORS_ALONE = {"TORCHTITAN_RL_TEST_FORKS_OF": "actors"}
+"""The environment of a command that starts by itself, while its actors are forks: its children are its own."""
 _TRAINER = ("torchtitan_rl.actors.trainer_rank", "torchtitan.models.qwen3")
 _GENERATOR = ("vllm", "torchtitan_rl.actors.generator_rank", "torchtitan.models.qwen3", "vllm.v1.worker.cpu_worker")
 IMPORTS = {
@@ -52,18 +54,26 @@ _OF_THREADS = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_")
 _OF_OTHERS = ("VLLM_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "LD_", "PYTHONHASHSEED", "LC_", "LANG")
 READ_AT_IMPORT = (*_OF_TORCH, *_OF_THREADS, *_OF_OTHERS)
 """Beginnings of environment variables that packages read once. A process with others of these starts by itself."""
+SET_LATER = ("TORCHINDUCTOR_CACHE_DIR", "VLLM_CONFIGURE_LOGGING")
+"""But for these, which a process with an engine sets for itself and for those that it starts."""
 
 
 @contextmanager
-def forks() -> Iterator[dict[str, str]]:
-    """The environment variables with which processes begin as forks of a server, which ends with the context."""
+def forks(awaited: Sequence[str] = ("trainer", "generator")) -> Iterator[dict[str, str]]:
+    """The environment variables with which processes begin as forks of a server, which ends with the context. The
+    imports of the kinds `awaited` are made at once, those of others when the first process of the kind starts."""
     from torchtitan_rl.environment import default_environment
 
     with tempfile.TemporaryDirectory(prefix="forks-") as directory:
         variables = {SERVERS: directory, "PYTHONPATH": str(HERE)}
         environment = default_environment() | os.environ | {"OMP_DYNAMIC": "false"} | variables
-        values = {name: value for name, value in environment.items() if name.startswith(READ_AT_IMPORT)}
-        Path(directory, "environment.json").write_text(json.dumps({"prefixes": READ_AT_IMPORT, "values": values}))
+        values = {
+            name: value
+            for name, value in environment.items()
+            if name.startswith(READ_AT_IMPORT) and name not in SET_LATER
+        }
+        read_at_import = {"prefixes": READ_AT_IMPORT, "but": SET_LATER, "values": values}
+        Path(directory, "environment.json").write_text(json.dumps(read_at_import))
         listeners = [socket.socket(socket.AF_UNIX) for _ in IMPORTS]
         for kind, listener in zip(IMPORTS, listeners):
             listener.bind(f"{directory}/{kind}")
@@ -76,12 +86,12 @@ def forks() -> Iterator[dict[str, str]]:
                 stdout=log,
                 stderr=log,
                 pass_fds=fds,
-                env=environment | ONE_THREAD,
+                env=environment | ONE_THREAD | {"VLLM_CONFIGURE_LOGGING": "0"},  # as `record.logs` sets it for a rank
             )
         for listener in listeners:
             listener.close()
         try:
-            for kind in ("trainer", "generator"):
+            for kind in awaited:
                 await_imports(f"{directory}/{kind}")
             yield variables
         finally:

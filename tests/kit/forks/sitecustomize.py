@@ -15,7 +15,7 @@ def _kind() -> str:
     """What this process is to become, as a key of `server.IMPORTS`; empty where it has to start by itself."""
     if _SERVERS not in os.environ or _SUPERVISED in os.environ or len(sys.orig_argv) < 3 or sys.orig_argv[1] != "-m":
         return ""
-    if sys.orig_argv[2] == _COMMAND:
+    if sys.orig_argv[2] == _COMMAND and os.environ.get(f"{_SERVERS}_OF") != "actors":
         supervises = "sweep" in sys.orig_argv or "--max-restarts" in sys.orig_argv
         return "local" if "local" in sys.orig_argv and not supervises else "command"
     role = os.environ.get("HYPERACTOR_PROCESS_NAME", "")
@@ -33,8 +33,9 @@ def _become(kind: str) -> None:
     directory = os.environ[_SERVERS]
     with open(f"{directory}/environment.json") as file:
         read_at_import = json.load(file)
-    prefixes = tuple(read_at_import["prefixes"])
-    if {name: value for name, value in os.environ.items() if name.startswith(prefixes)} != read_at_import["values"]:
+    prefixes, but = tuple(read_at_import["prefixes"]), read_at_import["but"]
+    values = {name: value for name, value in os.environ.items() if name.startswith(prefixes) and name not in but}
+    if values != read_at_import["values"]:
         return
     if sys.orig_argv[2] == _ACTOR:  # as Monarch does in an actor's process, before anything else
         import ctypes
