@@ -49,13 +49,10 @@ IMPORTS = {
 """What processes of a kind have imported. Monarch is not among it: it starts threads, which no fork has."""
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 """With these, none of the imports starts a thread."""
-_OF_TORCH = ("TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "PYTORCH_", "ATEN_", "TRITON_", "CUDA_")
-_OF_THREADS = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_")
-_OF_OTHERS = ("VLLM_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "LD_", "PYTHONHASHSEED", "LC_", "LANG")
-READ_AT_IMPORT = (*_OF_TORCH, *_OF_THREADS, *_OF_OTHERS)
-"""Beginnings of environment variables that packages read once. A process with others of these starts by itself."""
-SET_LATER = ("TORCHINDUCTOR_CACHE_DIR", "VLLM_CONFIGURE_LOGGING")
-"""But for these, which a process with an engine sets for itself and for those that it starts."""
+_OF_THREADS = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "ATEN_")
+READ_AT_IMPORT = (*_OF_THREADS, "TORCHDYNAMO_", "PYTORCH_", "CUDA_", "HF_", "PYTHONHASHSEED", "LC_", "LANG")
+"""Beginnings of environment variables that packages read once. A process with others of these starts by itself. Those
+of vLLM and of torch's compiler are read when they are needed; an engine in the process of the tests sets some."""
 
 
 @contextmanager
@@ -67,13 +64,8 @@ def forks(awaited: Sequence[str] = ("trainer", "generator")) -> Iterator[dict[st
     with tempfile.TemporaryDirectory(prefix="forks-") as directory:
         variables = {SERVERS: directory, "PYTHONPATH": str(HERE)}
         environment = default_environment() | os.environ | {"OMP_DYNAMIC": "false"} | variables
-        values = {
-            name: value
-            for name, value in environment.items()
-            if name.startswith(READ_AT_IMPORT) and name not in SET_LATER
-        }
-        read_at_import = {"prefixes": READ_AT_IMPORT, "but": SET_LATER, "values": values}
-        Path(directory, "environment.json").write_text(json.dumps(read_at_import))
+        values = {name: value for name, value in environment.items() if name.startswith(READ_AT_IMPORT)}
+        Path(directory, "environment.json").write_text(json.dumps({"prefixes": READ_AT_IMPORT, "values": values}))
         listeners = [socket.socket(socket.AF_UNIX) for _ in IMPORTS]
         for kind, listener in zip(IMPORTS, listeners):
             listener.bind(f"{directory}/{kind}")

@@ -33,9 +33,8 @@ def _become(kind: str) -> None:
     directory = os.environ[_SERVERS]
     with open(f"{directory}/environment.json") as file:
         read_at_import = json.load(file)
-    prefixes, but = tuple(read_at_import["prefixes"]), read_at_import["but"]
-    values = {name: value for name, value in os.environ.items() if name.startswith(prefixes) and name not in but}
-    if values != read_at_import["values"]:
+    prefixes = tuple(read_at_import["prefixes"])
+    if {name: value for name, value in os.environ.items() if name.startswith(prefixes)} != read_at_import["values"]:
         return
     if sys.orig_argv[2] == _ACTOR:  # as Monarch does in an actor's process, before anything else
         import ctypes
