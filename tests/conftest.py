@@ -1,9 +1,14 @@
-"""Which files one process runs where several share them (`--dist loadfile`, as scripts/test.sh asks for), and no time
-limit for an example of hypothesis."""
+"""Which files one process runs where several share them (`--dist loadfile`, as scripts/test.sh asks for), no time
+limit for an example of hypothesis, and processes that start as forks."""
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
+
+from tests.kit.forks.server import SERVERS, forks, in_use
 
 settings.register_profile("any machine", deadline=None)  # 200 ms by default, which a busy machine takes now and then
 settings.load_profile("any machine")
@@ -29,3 +34,23 @@ def pytest_xdist_make_scheduler(config, log):
             return fixtures.get(Path(file).as_posix(), file)
 
     return SharerScheduling(config, log)
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[dict[str, str]]:
+    """For `in_use`: the environment variables of a server of forks (`tests.kit.forks.server`). None with
+    TORCHTITAN_RL_TEST_FORKS=off: then every process starts by itself."""
+    if os.environ.get(SERVERS) == "off":
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delenv(SERVERS)
+            yield {}
+        return
+    with forks() as variables:
+        yield variables
+
+
+@pytest.fixture(scope="module")
+def forked(fork_server) -> Iterator[None]:
+    """Lets the processes that a file starts be forks."""
+    with in_use(fork_server):
+        yield

@@ -1,6 +1,7 @@
 """One running stack, shared by the tests that do not break it: real actors, real engine, real store."""
 
 import asyncio
+import os
 import subprocess
 import sys
 import tempfile
@@ -13,6 +14,7 @@ import psutil
 import pytest
 
 from tests.integration.leftovers import nothing_left
+from tests.kit.forks.server import ACTORS_ALONE, in_use
 from torchtitan_rl.config.load import load_config
 from torchtitan_rl.config.run import RunConfig
 
@@ -64,11 +66,11 @@ SHORT = [
 
 
 @pytest.fixture(scope="session")
-def short_run(tmp_path_factory) -> SimpleNamespace:
+def short_run(tmp_path_factory, fork_server) -> SimpleNamespace:
     """A short run by the command, with actors: its directory `path`, its `stdout`, and the command lines of the
     `processes` it had."""
     path = tmp_path_factory.mktemp("short") / "run"
-    with nothing_left():
+    with nothing_left(), in_use(fork_server):
         return watched(["train", str(ROOT / "configs" / "quickstart.py"), *SHORT, "--record.timeline", "True"], path)
 
 
@@ -82,7 +84,8 @@ def watched(arguments: list[str], path: Path, typed: str = "") -> SimpleNamespac
     ):
         stdin.write(typed)
         stdin.seek(0)
-        process = subprocess.Popen(command, cwd=ROOT, stdin=stdin, stdout=out, stderr=err)
+        environment = os.environ | ACTORS_ALONE  # the processes below are to be all that it has
+        process = subprocess.Popen(command, cwd=ROOT, stdin=stdin, stdout=out, stderr=err, env=environment)
         end = time.monotonic() + 150
         while process.poll() is None:
             assert time.monotonic() < end
@@ -131,9 +134,11 @@ def here(monkeypatch, capsys):
 
 
 @pytest.fixture(scope="session")
-def controller(loop, tmp_path_factory):
+def controller(loop, tmp_path_factory, fork_server):
     from torchtitan_rl.train.controller import Controller
 
-    controller = loop.run_until_complete(Controller.launch(small_config(tmp_path_factory.mktemp("run") / "shared")))
+    config = small_config(tmp_path_factory.mktemp("run") / "shared")
+    with in_use(fork_server):
+        controller = loop.run_until_complete(Controller.launch(config))
     yield controller
     loop.run_until_complete(controller.close())

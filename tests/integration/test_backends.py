@@ -19,6 +19,8 @@ from torchtitan_rl.dispatch.tinker.remote_trainer import RemoteTrainingClient
 from torchtitan_rl.train.controller import Controller
 from torchtitan_rl.types import Datum, OptimParams, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 BACKENDS = ["actors", "local", "tinker"]
 PROMPT = [20, 31, 27, 44, 14]
 SEQUENCE = PROMPT + [20, 27, 31, 44, 1]

@@ -15,7 +15,7 @@ from torchtitan_rl.record.schemas import SCHEMAS
 from torchtitan_rl.train.controller import Controller
 from torchtitan_rl.weights import checkpoint
 
-pytestmark = pytest.mark.whole
+pytestmark = [pytest.mark.whole, pytest.mark.usefixtures("forked")]
 
 
 def unclocked(line: dict) -> dict:

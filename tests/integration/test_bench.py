@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from tests.integration.leftovers import nothing_left
+from tests.kit.forks.server import in_use
 from torchtitan_rl.config.meshes import TrainerConfig
 from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
 from torchtitan_rl.dispatch.training_client import TrainingClient
@@ -58,9 +59,9 @@ def check(measurement: Measurement, *, num_repeats: int, amount: int) -> None:
 # Generation with Qwen3 and training are measured by `bench generate train --short`, with which `.ci/run` ends.
 
 
-def test_generation_beside_vllm_alone(tmp_path):
+def test_generation_beside_vllm_alone(tmp_path, fork_server):
     children = set(psutil.Process().children(recursive=True))
-    with nothing_left():
+    with nothing_left(), in_use(fork_server):
         (measured,) = generation.measure_generation(
             [TINY_LLAMA], ["skewed"], 1, tmp_path, quiet, floors=[generation.EAGER]
         )
@@ -71,21 +72,21 @@ def test_generation_beside_vllm_alone(tmp_path):
     assert [command for command in left if "resource_tracker" not in command] == []  # that one is Python's own
 
 
-def test_syncing_beside_a_memcpy(tmp_path):
-    with nothing_left():
+def test_syncing_beside_a_memcpy(tmp_path, fork_server):
+    with nothing_left(), in_use(fork_server):
         first, later = syncing.measure_sync(TINY, 2, tmp_path, quiet)
     check(first, num_repeats=1, amount=4 * TINY.shape.num_parameters)
     check(later, num_repeats=2, amount=4 * TINY.shape.num_parameters)
     assert "generator-0-0: load weights" in later.parts
 
 
-def test_steps_of_a_run_have_the_lengths_of_the_work(tmp_path):
+def test_steps_of_a_run_have_the_lengths_of_the_work(tmp_path, fork_server):
     TINY.write_model(tmp_path / "model")
     sides = {
         str(lag): partial(stepping.steps_of_a_run, TINY, tmp_path / "model", tmp_path / f"run-{lag}", lag=lag)
         for lag in (0, 1)
     }
-    with nothing_left(), opened(sides, tmp_path / "logs") as (alone, overlapped):
+    with nothing_left(), in_use(fork_server), opened(sides, tmp_path / "logs") as (alone, overlapped):
         first, second = alone.once("fixed", 0), alone.once("skewed", 1)
         row, next_row = overlapped.once("skewed", 0), overlapped.once("fixed", 1)
     amounts = sum(TINY.completion_lengths("fixed")), sum(TINY.completion_lengths("skewed"))

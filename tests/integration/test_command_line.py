@@ -14,6 +14,7 @@ import pytest
 
 from tests.integration.conftest import SHORT, small_config
 from tests.integration.leftovers import nothing_left
+from tests.kit.forks.server import in_use
 from torchtitan_rl import metrics
 from torchtitan_rl.record import attempts
 from torchtitan_rl.record.run_dir import RunDir
@@ -84,7 +85,7 @@ def test_the_same_seed_gives_the_same_bytes(short_run, tmp_path):
 
 
 @pytest.mark.whole
-def test_a_checkpoint_evaluates_and_samples(here, short_run, tmp_path):
+def test_a_checkpoint_evaluates_and_samples(here, short_run, fork_server, tmp_path):
     checkpoint, local = str(short_run.path / "checkpoints" / "step-2"), ["--backend", "local"]
     result = here(
         "eval", QUICKSTART, *SHORT, *local, "--checkpoint", checkpoint, "--output-dir", str(tmp_path / "eval")
@@ -94,7 +95,8 @@ def test_a_checkpoint_evaluates_and_samples(here, short_run, tmp_path):
     assert f"step 2: validation accuracy {after['eval/accuracy']:.4f}" in result.stdout
     assert {record["step"] for record in lines(tmp_path / "eval")} == {2}
     flags = ["--max-tokens", "4", "--temperature", "1", "--top-p", "0.9", "--output-dir", str(tmp_path / "sample")]
-    result = run("sample", "--checkpoint", checkpoint, "--prompt", "szyci=", *flags)
+    with in_use(fork_server):
+        result = run("sample", "--checkpoint", checkpoint, "--prompt", "szyci=", *flags)
     assert result.returncode == 0 and len(result.stdout.splitlines()) == 1, result.stdout
     assert f"step 2 of quickstart; {tmp_path / 'sample'}" in result.stderr
     told = json.loads((tmp_path / "sample" / "sample.json").read_text())

@@ -15,7 +15,7 @@ from torchtitan_rl.config.load import load_config
 from torchtitan_rl.serve.run_gateway import Address, serving
 from torchtitan_rl.train.controller import Controller
 
-pytestmark = pytest.mark.whole
+pytestmark = [pytest.mark.whole, pytest.mark.usefixtures("forked")]
 
 ASKED = {"model": "policy", "messages": [{"role": "user", "content": "1+2"}], "max_tokens": 16}
 

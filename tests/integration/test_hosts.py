@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.integration.leftovers import nothing_left
+from tests.kit.forks.server import in_use
 from torchtitan_rl.record import attempts
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.weights import checkpoint
@@ -217,11 +218,11 @@ def test_sigterm_on_one_host_writes_a_checkpoint_and_ends_both(launch, tmp_path,
 
 
 @pytest.fixture
-def workers(tmp_path):
+def workers(tmp_path, fork_server):
     """(processes, addresses): a worker on each of two loopback addresses, as they are started by hand."""
     at = [f"tcp://{address}:{free_port()}" for address in ADDRESSES]
     command = [sys.executable, "-m", "torchtitan_rl.launch.worker"]
-    with nothing_left(), (tmp_path / "workers.txt").open("w") as output:
+    with nothing_left(), in_use(fork_server), (tmp_path / "workers.txt").open("w") as output:
         processes = [
             psutil.Popen([*command, address], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT) for address in at
         ]

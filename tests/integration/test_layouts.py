@@ -11,7 +11,7 @@ from torchtitan_rl.algorithm.losses import importance_sampling
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.types import Completion, Datum, OptimParams, SamplingParams
 
-pytestmark = pytest.mark.whole
+pytestmark = [pytest.mark.whole, pytest.mark.usefixtures("forked")]
 
 # 19 tokens; completions of different lengths leave 4, 3, 2 and at last 1 sequence to decode.
 PROMPTS = [[20, 31, 27], [22, 40, 21, 14], [30, 35, 36, 39, 14], [25, 26, 27, 28, 29, 30, 14]]

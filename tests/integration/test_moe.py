@@ -17,7 +17,7 @@ from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.types import OptimParams, Routing, SamplingParams
 
-pytestmark = pytest.mark.whole
+pytestmark = [pytest.mark.whole, pytest.mark.usefixtures("forked")]
 
 DATA = random_datums(7)
 

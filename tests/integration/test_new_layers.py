@@ -19,7 +19,7 @@ from torchtitan_rl.model.spec import build_spec, training_spec
 from torchtitan_rl.types import OptimParams, SamplingParams
 from torchtitan_rl.weights.hf import write_hf_dir
 
-pytestmark = pytest.mark.whole
+pytestmark = [pytest.mark.whole, pytest.mark.usefixtures("forked")]
 
 SIZES = dict(vocab_size=64, dim=64, n_layers=3, n_heads=4, head_dim=32, hidden_dim=48, max_seq_len=64)
 SIZES |= dict(experts=ExpertsShape(num_experts=4, top_k=2))

@@ -26,7 +26,7 @@ from tests.integration.layouts import (
 from torchtitan_rl.algorithm.losses import cross_entropy, importance_sampling, ppo, reverse_kl
 from torchtitan_rl.types import OptimParams
 
-pytestmark = pytest.mark.whole
+pytestmark = [pytest.mark.whole, pytest.mark.usefixtures("forked")]
 
 EVERYTHING = 10**6
 LAYOUTS = {

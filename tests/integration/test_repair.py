@@ -13,7 +13,7 @@ from torchtitan_rl.actors.operations import GeneratorOperations, WorkerProcess
 from torchtitan_rl.train.controller import Controller
 from torchtitan_rl.types import SamplingParams
 
-pytestmark = pytest.mark.whole
+pytestmark = [pytest.mark.whole, pytest.mark.usefixtures("forked")]
 
 PROMPTS = [[20 + i, 31, 27, 44 - i, 14] for i in range(8)]
 HANG_S = 6.0

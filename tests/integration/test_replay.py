@@ -8,7 +8,7 @@ from tests.integration.conftest import ROOT, SHORT, watched
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.record.schedule import engine_files, read_schedule, schedule_of
 
-pytestmark = pytest.mark.whole
+pytestmark = [pytest.mark.whole, pytest.mark.usefixtures("forked")]
 
 LAG = ["--algorithm.max-policy-lag", "2", "--algorithm.batch-order", "finished", "--controller.num-steps", "5"]
 

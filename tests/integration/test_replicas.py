@@ -18,7 +18,7 @@ from torchtitan_rl import platform
 from torchtitan_rl.actors.operations import GeneratorOperations, WorkerProcess
 from torchtitan_rl.types import Request, SamplingParams
 
-pytestmark = pytest.mark.whole
+pytestmark = [pytest.mark.whole, pytest.mark.usefixtures("forked")]
 
 PROMPTS = [[20 + i, 31, 27, 44 - i, 14] for i in range(8)]
 LONG_BATCH = [prompt + [token] for token in range(30, 62) for prompt in PROMPTS]

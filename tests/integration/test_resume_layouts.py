@@ -20,7 +20,7 @@ from torchtitan_rl.config.meshes import LoRAConfig
 from torchtitan_rl.train.controller import Controller
 from torchtitan_rl.types import SamplingParams
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(500), pytest.mark.usefixtures("forked")]
 ROOT = Path(__file__).parents[2]
 LAYOUTS = {"dp2": (2, 1), "one rank": (1, 1), "tp2": (1, 2)}
 

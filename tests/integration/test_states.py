@@ -15,7 +15,7 @@ from torchtitan_rl.config.model import ModelConfig, Qwen35Shape
 from torchtitan_rl.model.shape import kv_bytes_per_token, state_bytes
 from torchtitan_rl.types import Datum, OptimParams, SamplingParams
 
-pytestmark = pytest.mark.whole
+pytestmark = [pytest.mark.whole, pytest.mark.usefixtures("forked")]
 
 SHAPE = Qwen35Shape(
     vocab_size=67,

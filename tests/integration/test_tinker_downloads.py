@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from tests.integration.test_tinker import SEQUENCE, logprobs, step
 from tests.integration.tinker_server import tinker_server
 
-pytestmark = pytest.mark.whole
+pytestmark = [pytest.mark.whole, pytest.mark.usefixtures("forked")]
 
 tinker = pytest.importorskip("tinker")
 

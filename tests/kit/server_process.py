@@ -18,7 +18,8 @@ ROOT = Path(__file__).parents[2]
 def server_process(arguments: list[str], log: Path) -> Iterator[subprocess.Popen]:
     """Python with these arguments, whose output is added to `log`. The process and all that it started end with the
     context."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
     with open(log, "ab") as file:
         process = subprocess.Popen([sys.executable, *arguments], stdout=file, stderr=file, cwd=ROOT, env=environment)
     try:

@@ -14,7 +14,7 @@ from tests.integration.tinker_server import tinker_server
 from torchtitan_rl.serve.tinker.app import make_app
 from torchtitan_rl.serve.tinker.owners import OneKey, add_key
 
-pytestmark = pytest.mark.whole
+pytestmark = [pytest.mark.whole, pytest.mark.usefixtures("forked")]
 
 tinker = pytest.importorskip("tinker")
 types = tinker.types
