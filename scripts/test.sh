@@ -13,7 +13,7 @@ if (($# == 0)) || [[ $* == --all ]]; then
   (($#)) || marks+=" and not whole"
   status=0
   .venv/bin/python -m pytest -m "$marks" -n 2 tests/unit || status=$?
-  .venv/bin/python -m pytest -m "$marks" -n 2 --dist loadfile --ignore tests/unit || status=$?
+  .venv/bin/python -m pytest -m "$marks" -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/unit || status=$?
   exit $status
 fi
 select=(-m "not slow and not gpu")

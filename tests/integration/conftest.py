@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.integration.leftovers import nothing_left
-from tests.kit.forks.server import ACTORS_ALONE, in_use
+from tests.kit.forks.server import ACTORS_ALONE, in_use, started_by_themselves
 from torchtitan_rl.config.load import load_config
 from torchtitan_rl.config.run import RunConfig
 
@@ -66,11 +66,11 @@ SHORT = [
 
 
 @pytest.fixture(scope="session")
-def short_run(tmp_path_factory, fork_server) -> SimpleNamespace:
+def short_run(tmp_path_factory) -> SimpleNamespace:
     """A short run by the command, with actors: its directory `path`, its `stdout`, and the command lines of the
-    `processes` it had."""
+    `processes` it had. It looks at its processes, of which a fork is none."""
     path = tmp_path_factory.mktemp("short") / "run"
-    with nothing_left(), in_use(fork_server):
+    with nothing_left(), started_by_themselves():
         return watched(["train", str(ROOT / "configs" / "quickstart.py"), *SHORT, "--record.timeline", "True"], path)
 
 

@@ -102,17 +102,31 @@ def await_imports(address: str) -> None:
 
 @contextmanager
 def in_use(variables: dict[str, str]) -> Iterator[None]:
-    """Lets processes that start meanwhile be forks: `variables` are those of `forks`."""
-    before = {name: os.environ.get(name) for name in variables}
+    """Lets processes that start meanwhile be forks: `variables` are those of `forks`. Takes back what an engine in this
+    process has left of variables that are read at import, with which they would start by themselves."""
+    before = dict(os.environ)
+    if directory := variables.get(SERVERS):
+        read_at_import = json.loads(Path(directory, "environment.json").read_text())
+        for name in [name for name in before if name.startswith(READ_AT_IMPORT)]:
+            del os.environ[name]
+        os.environ.update(read_at_import["values"])
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextmanager
+def started_by_themselves() -> Iterator[None]:
+    """Lets no process that starts meanwhile be a fork."""
+    before = os.environ.pop(SERVERS, None)
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[SERVERS] = before
 
 
 def end_with_parent() -> None:
