@@ -35,8 +35,11 @@ def waits(server: psutil.Process, tmp_path: Path) -> tuple[subprocess.Popen, psu
         [*COMMAND, "view", str(tmp_path / "runs"), "--port", "0"], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
     assert "http://" in process.stdout.readline()
-    (fork,) = forks_of(server) - before
-    return process, fork
+    of_process = forks_of(server) - before
+    if len(of_process) != 1:
+        process.kill()
+        raise AssertionError(f"{len(of_process)} forks began with the command, not one")
+    return process, of_process.pop()
 
 
 def test_it_prints_and_ends_as_the_command_does(server, fork_server, tmp_path):
