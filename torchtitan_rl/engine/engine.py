@@ -505,7 +505,9 @@ class Engine:
     def _load_staged_adapters(self, version_and_slot: tuple[int, int], futures: list[Future]) -> None:
         version, slot = version_and_slot
         tensors, base, began = self._staged.pop(version), self._staged_bases.pop(version, None), time.perf_counter()
-        self._adapters = {v: kept for v, kept in self._adapters.items() if v != version and kept.slot != slot}
+        self._adapters = {
+            v: resident for v, resident in self._adapters.items() if v != version and resident.slot != slot
+        }
         refusal, acts = "", False
         if base is not None and base[0] != self.base:
             refusal = self._copy_base(version, *base)

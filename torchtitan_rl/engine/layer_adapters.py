@@ -19,7 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.forward_context import get_forward_context
-from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
+
+from torchtitan_rl.engine.noise import move_rows
 
 __all__ = ["EXTRA_ARGUMENT", "NO_SLOT", "AdapterBatch", "LayerAdapters", "RequestSlots"]
 
@@ -46,9 +48,7 @@ class RequestSlots(LogitsProcessor):
             return
         for row, params, _, _ in batch_update.added:
             self.slots_R[row] = (params.extra_args or {}).get(EXTRA_ARGUMENT, NO_SLOT)
-        for row, other, direction in batch_update.moved:
-            swap = direction == MoveDirectionality.SWAP
-            self.slots_R[[other, row]] = self.slots_R[[row, other if swap else row]]
+        move_rows(self.slots_R, batch_update)
 
 
 @dataclass(frozen=True, slots=True)

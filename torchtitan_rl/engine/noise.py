@@ -17,7 +17,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from torchtitan_rl.engine.gumbel import gumbel_argmax
 
-__all__ = ["install", "splitmix64"]
+__all__ = ["install", "move_rows", "splitmix64"]
 
 
 def install(runner: Any, seed: int) -> None:
@@ -50,9 +50,7 @@ class _Streams(LogitsProcessor):
         for row, params, _, _ in batch_update.added:
             seed = self._unnamed.integers(2**63) if params.seed is None else params.seed
             self._seeds_R[row] = int(seed) % 2**64
-        for row, other, direction in batch_update.moved:
-            swap = direction == MoveDirectionality.SWAP
-            self._seeds_R[[other, row]] = self._seeds_R[[row, other if swap else row]]
+        move_rows(self._seeds_R, batch_update)
 
     def draw(self, logits_RV: torch.Tensor, _: Any, top_k: Any, top_p: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens (rows,), and log-probabilities (rows, vocabulary) of the distribution that they are drawn from."""
@@ -60,6 +58,13 @@ class _Streams(LogitsProcessor):
         num_sampled_R = self._batch.num_tokens_no_spec[rows] - self._batch.num_prompt_tokens[rows]
         keys_R = torch.from_numpy(splitmix64(self._seeds_R[rows], num_sampled_R)).to(logits_RV.device)
         return self._argmax(logits_RV, keys_R), logits_RV.log_softmax(-1, dtype=torch.float32)
+
+
+def move_rows(values_R: np.ndarray, batch_update: BatchUpdate) -> None:
+    """Moves what is known of each row of a V1 batch with the rows that vLLM has moved or exchanged, in place."""
+    for row, other, direction in batch_update.moved:
+        swap = direction == MoveDirectionality.SWAP
+        values_R[[other, row]] = values_R[[row, other if swap else row]]
 
 
 def splitmix64(seeds: np.ndarray, outputs: np.ndarray) -> np.ndarray:
