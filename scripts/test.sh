@@ -3,8 +3,8 @@
 #   scripts/test.sh               the tests of every day, with real actors, engine and store: 6 minutes
 #   scripts/test.sh --all         every test but the slow and gpu ones: what has to pass before a change is merged
 #   scripts/test.sh ARGUMENT ...  one pytest with these arguments; without -m, slow and gpu tests are left out
-# The first two run the unit tests in two processes, then the others, a file at a time in each of two processes: they
-# wait for processes that they start.
+# The first two run the unit tests in three processes, then the others, a file at a time in each of three: there is one more
+# than the two cores that they are measured on, since tests wait for deadlines and for processes that they start.
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 scripts/setup.sh test
@@ -12,8 +12,8 @@ if (($# == 0)) || [[ $* == --all ]]; then
   marks="not slow and not gpu"
   (($#)) || marks+=" and not whole"
   status=0
-  .venv/bin/python -m pytest -m "$marks" -n 2 tests/unit || status=$?
-  .venv/bin/python -m pytest -m "$marks" -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/unit || status=$?
+  .venv/bin/python -m pytest -m "$marks" -n 3 tests/unit || status=$?
+  .venv/bin/python -m pytest -m "$marks" -n 3 --dist loadfile --no-loadscope-reorder --ignore tests/unit || status=$?
   exit $status
 fi
 select=(-m "not slow and not gpu")

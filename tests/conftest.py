@@ -1,5 +1,8 @@
 """Which files one process runs where several share them (`--dist loadfile`, as scripts/test.sh asks for), no time
-limit for an example of hypothesis, and processes that start as forks."""
+limit for an example of hypothesis, and processes that start as forks.
+
+The package is imported before a test imports torch, as OpenMP reads its wait policy when it is loaded: two processes
+whose waiting threads spin slow each other many times."""
 
 import os
 from collections.abc import Iterator
@@ -8,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+import torchtitan_rl  # noqa: F401
 from tests.kit.forks.server import SERVERS, forks, in_use
 
 settings.register_profile("any machine", deadline=None)  # 200 ms by default, which a busy machine takes now and then
@@ -21,8 +25,8 @@ SHARERS = {
 One process runs them all, so that it is started once. A file that is missing here starts one of its own."""
 
 
-LONG = ("test_bench", "test_resume", "test_states", "test_hosts", "test_new_layers", "test_sweep", "test_doors")
-"""The files that take longest, two minutes and more on two cores: they begin first, so that no process waits for one of
+LONG = ("test_bench", "test_resume", "test_doors", "test_states", "test_hosts", "test_adapters_side_by_side")
+"""The files that take longest, a minute and more on two cores: they begin first, so that no process waits for one of
 them at the end."""
 
 

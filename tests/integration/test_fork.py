@@ -1,12 +1,13 @@
 """Forks: a run goes on from another run's checkpoint, and differs from it by what was changed and by nothing else."""
 
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.integration.leftovers import nothing_left
@@ -91,20 +92,19 @@ def test_new_draws_begin_where_the_parent_stood(parent, loop, tmp_path):
 
 
 @pytest.mark.whole
+@pytest.mark.usefixtures("forked")
 def test_a_fork_under_a_supervisor_begins_again_after_a_kill(parent, tmp_path):
     path = tmp_path / "run"
     words = ["fork", str(parent), "--at", "2", "--set", "trainer.optimizer.lr=0.1", "--backend", "local"]
     words += ["--output-dir", str(path), "--max-restarts", "1"]
     with nothing_left():
-        supervisor = psutil.Popen(
-            [sys.executable, "-m", "torchtitan_rl.cli", *words], stderr=subprocess.PIPE, text=True
-        )
+        command = [sys.executable, "-m", "torchtitan_rl.cli", *words]
+        supervisor = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         deadline = time.monotonic() + 250
         while latest(path / "checkpoints") != path / "checkpoints" / "step-3":
             assert supervisor.poll() is None and time.monotonic() < deadline
             time.sleep(0.02)
-        (attempt,) = supervisor.children()
-        attempt.kill()
+        os.kill(attempts.attempts(RunDir(path))[-1]["pid"], signal.SIGKILL)
         _, stderr = supervisor.communicate(timeout=250)
     assert supervisor.returncode == 0, stderr
     assert "warning: an attempt was ended by signal 9; restart 1 of 1 begins" in stderr

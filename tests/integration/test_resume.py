@@ -253,6 +253,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(undisturbed, loop, tmp_p
 
 
 @pytest.mark.whole
+@pytest.mark.usefixtures("forked")
 def test_a_disk_that_fills_up_ends_the_run_once_with_its_path_and_bytes(tmp_path):
     """The records of a step have no room: no restart can mend that."""
     full, path = tmp_path / "full", tmp_path / "full" / "run"
@@ -340,6 +341,7 @@ def wait_for(condition, process: subprocess.Popen) -> None:
 
 
 @pytest.mark.whole
+@pytest.mark.usefixtures("forked")
 def test_a_killed_controller_is_started_again_and_ends_with_the_same_bytes(undisturbed, tmp_path):
     path = tmp_path / "run"
     process = start(path, "--max-restarts", "1")
@@ -352,6 +354,7 @@ def test_a_killed_controller_is_started_again_and_ends_with_the_same_bytes(undis
 
 
 @pytest.mark.whole
+@pytest.mark.usefixtures("forked")
 def test_sigterm_writes_a_checkpoint_and_has_a_status_of_its_own(undisturbed, tmp_path, loop):
     path = tmp_path / "run"
     process = start(path, "--controller.checkpoint-every", "0", "--max-restarts", "3")  # none of which is used

@@ -35,6 +35,7 @@ def printed_table(process: subprocess.Popen) -> str:
 
 
 @pytest.mark.whole
+@pytest.mark.usefixtures("forked")
 @pytest.mark.timeout(3000)
 def test_a_sweep_that_was_killed_goes_on_to_the_same_table_and_trains_nothing_twice(tmp_path):
     with nothing_left():

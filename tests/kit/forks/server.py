@@ -165,9 +165,8 @@ def serve(listener: socket.socket) -> dict:
                 if pid == 0:
                     for inherited in (listener, connection, selector, *children):
                         inherited.close()
-                    for number, fd in enumerate(fds):
-                        os.dup2(fd, number)
-                        os.close(fd)
+                    for number, fd in zip(start["descriptors"], fds, strict=True):
+                        place(fd, number)
                     return start
                 for fd in fds:
                     os.close(fd)
@@ -188,6 +187,18 @@ def serve(listener: socket.socket) -> dict:
                 os.kill(children[key.fileobj], signal.SIGKILL)
 
 
+def place(fd: int, number: int) -> None:
+    """Gives an open file the number that it has in the process that asked. Beyond the standard streams this process
+    holds no file of that number: it would lose it."""
+    if fd == number:
+        os.set_inheritable(fd, True)
+        return
+    if number > 2 and os.path.exists(f"/proc/self/fd/{number}"):
+        raise RuntimeError(f"descriptor={number}: is open in the fork; let the server hold fewer files")
+    os.dup2(fd, number)
+    os.close(fd)
+
+
 def send(connection: socket.socket, number: int) -> None:
     try:
         connection.sendall(f"{number}\n".encode())
@@ -196,8 +207,8 @@ def send(connection: socket.socket, number: int) -> None:
 
 
 def received(connection: socket.socket) -> tuple[dict | None, list[int]]:
-    """What to become, and the standard streams; None where the other end has closed before it said so."""
-    data, fds, _, _ = socket.recv_fds(connection, 1 << 16, 3)
+    """What to become, and the files of `start["descriptors"]`; None where the other end has closed before it said."""
+    data, fds, _, _ = socket.recv_fds(connection, 1 << 16, 4)
     while data and not data.endswith(b"\n"):
         if not (more := connection.recv(1 << 16)):
             break
@@ -206,8 +217,10 @@ def received(connection: socket.socket) -> tuple[dict | None, list[int]]:
 
 
 def become(start: dict) -> NoReturn:
-    """Runs what the process was asked to become, as Python does with `-m`."""
+    """Runs what the process was asked to become, as Python does with `-m`. A supervised command asks whether its
+    supervisor is its parent: it gets the parent of the process that it stands for, with which that process ends."""
     end_with_parent()
+    os.getppid = lambda: start["parent"]
     os.environ.clear()
     os.environ.update(start["environment"])
     os.chdir(start["directory"])

@@ -7,13 +7,13 @@ import os
 import sys
 
 _SERVERS = "TORCHTITAN_RL_TEST_FORKS"
-_SUPERVISED = "TORCHTITAN_RL_RESTARTS"  # such a process asks the kernel whether its supervisor is its parent
+_SUPERVISED = "TORCHTITAN_RL_RESTARTS"  # the number of restarts, and the supervisor's process id
 _ACTOR, _COMMAND = "monarch._src.actor.bootstrap_main", "torchtitan_rl.cli"
 
 
 def _kind() -> str:
     """What this process is to become, as a key of `server.IMPORTS`; empty where it has to start by itself."""
-    if _SERVERS not in os.environ or _SUPERVISED in os.environ or len(sys.orig_argv) < 3 or sys.orig_argv[1] != "-m":
+    if _SERVERS not in os.environ or len(sys.orig_argv) < 3 or sys.orig_argv[1] != "-m":
         return ""
     if sys.orig_argv[2] == _COMMAND and os.environ.get(f"{_SERVERS}_OF") != "actors":
         supervises = "sweep" in sys.orig_argv or "--max-restarts" in sys.orig_argv
@@ -36,16 +36,27 @@ def _become(kind: str) -> None:
     prefixes = tuple(read_at_import["prefixes"])
     if {name: value for name, value in os.environ.items() if name.startswith(prefixes)} != read_at_import["values"]:
         return
-    if sys.orig_argv[2] == _ACTOR:  # as Monarch does in an actor's process, before anything else
+    supervised = _SUPERVISED in os.environ
+    if sys.orig_argv[2] == _ACTOR or supervised:  # as Monarch does in an actor's process, and a supervised command
         import ctypes
 
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if supervised and os.getppid() != int(os.environ[_SUPERVISED].split()[1]):  # it ended before prctl
+            os.kill(os.getpid(), signal.SIGKILL)
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(300)  # the server may have to make its imports first
     connection.connect(f"{directory}/{kind}")
-    start = {"argv": sys.orig_argv[2:], "environment": dict(os.environ), "directory": os.getcwd()}
+    descriptors = [0, 1, 2]
+    if "--outcome" in sys.orig_argv:  # a supervisor's pipe
+        descriptors.append(int(sys.orig_argv[sys.orig_argv.index("--outcome") + 1]))
+    start = {
+        **{"argv": sys.orig_argv[2:], "environment": dict(os.environ), "directory": os.getcwd()},
+        **{"descriptors": descriptors, "parent": os.getppid()},
+    }
     line = json.dumps(start).encode() + b"\n"
-    sent = socket.send_fds(connection, [line], [0, 1, 2])
+    sent = socket.send_fds(connection, [line], descriptors)
+    for descriptor in descriptors[3:]:
+        os.close(descriptor)  # the fork alone holds it
     connection.sendall(line[sent:])
     answers = connection.makefile()
     pid = int(answers.readline())
