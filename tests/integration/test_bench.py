@@ -125,7 +125,8 @@ def test_steps_of_more_groups(tmp_path, monkeypatch):
 def test_memory_of_a_run_beside_bare_sides(tmp_path):
     with nothing_left():
         measured = memory_use.measure_memory(TINY, 1, tmp_path, quiet)
-    assert len(measured.run) > len(measured.bare) == 2  # controller, trainer, generator and store, each a process
+    names = {process.name for process in measured.run}
+    assert names == {"ours", "policy-0", "generator_0-0", "store-0"} and len(measured.bare) == 2
     assert measured.payload == 4 * TINY.shape.num_parameters and 0.5 < measured.ratio < 5
 
 

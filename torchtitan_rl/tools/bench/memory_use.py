@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from torchtitan_rl.tools.bench.generation import EAGER, vllm_alone
@@ -25,6 +26,8 @@ from torchtitan_rl.tools.bench.workload import Workload
 
 __all__ = ["MemoryMeasurement", "ProcessMemory", "measure_memory", "process_memory"]
 
+_ACTOR_NAME = "HYPERACTOR_PROCESS_NAME"
+"""The environment variable in which Monarch tells a process its name, `policy-0 @ HOST`."""
 _EVERY_S = 0.2
 """Between two looks at all processes."""
 
@@ -33,6 +36,8 @@ _EVERY_S = 0.2
 class ProcessMemory:
     """Bytes of a process's proportional set size by what they are of."""
 
+    name: str
+    """Of an actor's process its rank's, such as `policy-0`; of any other one the side's."""
     private: int
     """Of the process's own memory."""
     shared: int
@@ -62,7 +67,7 @@ class MemoryMeasurement:
 
     def as_data(self) -> dict[str, Any]:
         sides = {
-            side: [{"private": p.private, "shared": p.shared, "files": p.files} for p in processes]
+            side: [{"name": p.name, "private": p.private, "shared": p.shared, "files": p.files} for p in processes]
             for side, processes in ((OURS, self.run), (_BARE, self.bare))
         }
         return {"name": self.name, "sides": sides, "payload": self.payload, "ratio": self.ratio}
@@ -74,7 +79,7 @@ class MemoryMeasurement:
             private, shared, files = (
                 sum(getattr(process, kind) for process in processes) / 2**20 for kind in ("private", "shared", "files")
             )
-            each = ", ".join(f"{process.total / 2**20:,.0f}" for process in processes)
+            each = ", ".join(f"{process.name} {process.total / 2**20:,.0f}" for process in processes)
             lines.append(
                 f"  {side}: {private + shared + files:,.0f} MiB at most (own {private:,.0f}, shared {shared:,.0f}, "
                 f"files {files:,.0f}); processes {each}"
@@ -124,7 +129,12 @@ def _watched(sides: Sequence[Side]) -> Iterator[list[ProcessMemory]]:
 
     def watch() -> None:
         while not ended.wait(_EVERY_S):
-            now = [memory for side in sides for process in side.processes() if (memory := process_memory(process.pid))]
+            now = [
+                memory
+                for side in sides
+                for process in side.processes()
+                if (memory := process_memory(process, side.name))
+            ]
             if sum(memory.total for memory in now) > sum(memory.total for memory in most):
                 most[:] = now
 
@@ -137,14 +147,16 @@ def _watched(sides: Sequence[Side]) -> Iterator[list[ProcessMemory]]:
         thread.join()
 
 
-def process_memory(pid: int) -> ProcessMemory | None:
-    """The proportional set size of a process; None where it has ended."""
+def process_memory(process: psutil.Process, side: str) -> ProcessMemory | None:
+    """The proportional set size of a process of a side; None where it has ended."""
     kinds: dict[str, int] = {}
     try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
-    except (FileNotFoundError, ProcessLookupError):
+        lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()[1:]
+        actor = process.environ().get(_ACTOR_NAME)
+    except (FileNotFoundError, ProcessLookupError, psutil.NoSuchProcess):
         return None
     for line in lines:
         kind, kilobytes, _ = line.split()
         kinds[kind.removesuffix(":")] = int(kilobytes) * 2**10
-    return ProcessMemory(private=kinds["Pss_Anon"], shared=kinds["Pss_Shmem"], files=kinds["Pss_File"])
+    name = side if actor is None else actor.partition(" ")[0]
+    return ProcessMemory(name=name, private=kinds["Pss_Anon"], shared=kinds["Pss_Shmem"], files=kinds["Pss_File"])
