@@ -136,7 +136,8 @@ class World:
         said = {"trainer dies": "policy-0: its process died", "fetch fails": "fetch fails"}
         said |= {"checkpoint is not written": "checkpoint could not be written"}
         if "no generator replica is left" in error:
-            return self.log.num_faults + self.log.num_carried >= len(self.replicas)
+            members = self.replicas if self.client is None else self.client.health()  # without those that still join
+            return self.log.num_faults + self.log.num_carried >= len(members)
         return any(kind in self.log.faults and text in error for kind, text in said.items())
 
     # What engines tell.

@@ -109,6 +109,11 @@ class SamplingClient:
         """Role of each replica -> `"healthy"`, or why the replica is out of use, known once a call has failed."""
         return {replica.mesh.role: replica.lost or "healthy" for replica in self._members()}
 
+    def working(self) -> list[str]:
+        """Roles of the replicas that are healthy, and of lost ones that are being replaced. A lost one that nothing
+        replaces (`generator.max_replica_restarts=0`) is not among them."""
+        return [r.mesh.role for r in self._members() if r.lost is None or self._repair is not None]
+
     @property
     def num_restarts(self) -> int:
         """Replicas that were replaced so far."""

@@ -44,7 +44,7 @@ class Replicas:
     @property
     def number(self) -> int:
         """The replicas of the run now, lost ones that are being replaced included."""
-        return len(self._client.health())
+        return len(self._client.working())
 
     async def scale(self, number: int) -> None:
         """Starts or ends replicas until there are `number`; the last ones leave first. Raises ValueError for fewer than
@@ -53,12 +53,12 @@ class Replicas:
         if number < 1:
             raise ValueError(f"replicas={number}: a run needs a generator; use at least 1")
         async with self._changing:
-            roles = self._client.health()
-            if number > len(roles):
-                free = (role for index in count() if (role := f"generator-{index}") not in roles)
-                await self._add(list(islice(free, number - len(roles))))
+            if number > self.number:
+                taken = self._client.health()  # a lost replica keeps its name
+                free = (role for index in count() if (role := f"generator-{index}") not in taken)
+                await self._add(list(islice(free, number - self.number)))
             else:
-                await self._remove(len(roles) - number)
+                await self._remove(self.number - number)
 
     async def _add(self, roles: list[str]) -> None:
         answers = await asyncio.gather(*map(self._start, roles), return_exceptions=True)

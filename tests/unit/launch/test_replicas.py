@@ -6,6 +6,7 @@ import json
 import pytest
 
 from tests.kit.replicas import Mesh, client_of, died, sample_all, settle
+from torchtitan_rl.dispatch.repair import Repair
 from torchtitan_rl.launch.replicas import Replicas, scaled_on_request
 from torchtitan_rl.record import replica_request
 
@@ -127,7 +128,11 @@ async def test_where_one_does_not_start_none_joins_and_one_that_does_not_load_is
 
 
 async def test_a_run_keeps_a_healthy_replica():
-    _, versions, client = client_of(2)
+    async def never(role):
+        await asyncio.Event().wait()
+
+    limits = {"max_restarts": 2, "window_s": 100.0, "probe_every_s": 100.0, "hang_timeout_s": 100.0}
+    _, versions, client = client_of(2, Repair(never, **limits))
     await client.pull(await versions.publish())
     replicas, _, stopped = replicas_of(client)
     with pytest.raises(ValueError, match="replicas=0: a run needs a generator; use at least 1"):
@@ -136,6 +141,21 @@ async def test_a_run_keeps_a_healthy_replica():
     with pytest.raises(ValueError, match="replicas=1: 1 would leave, and of 2 replicas 1 are healthy; ask again once"):
         await replicas.scale(1)
     assert stopped == []
+    client.close()
+
+
+async def test_a_lost_replica_that_nothing_replaces_does_not_count():
+    _, versions, client = client_of(3)
+    await client.pull(await versions.publish())
+    replicas, started, stopped = replicas_of(client)
+    client._lose(client._replicas[2], died("generator-2", "sample"))
+    assert replicas.number == 2
+    await replicas.scale(2)  # the two that serve
+    assert stopped == [] and client.working() == ["generator-0", "generator-1"]
+    await replicas.scale(3)
+    assert [mesh.role for mesh in started] == ["generator-3"]  # the lost one has its name, and its devices
+    await replicas.scale(1)
+    assert stopped == ["generator-3", "generator-1"] and client.working() == ["generator-0"]
 
 
 async def test_requests_in_the_run_directory_are_done_once_and_answered(tmp_path):
