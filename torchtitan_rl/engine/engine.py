@@ -40,7 +40,7 @@ from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.model.spec import build_spec
 from torchtitan_rl.record.schedule import ScheduleFile, Schedules, digests, followed_entries
 from torchtitan_rl.record.tracing import span
-from torchtitan_rl.types import Request
+from torchtitan_rl.types import WITHOUT_ADAPTERS, Request
 
 __all__ = ["Engine"]
 
@@ -421,7 +421,9 @@ class Engine:
 
     def _add(self, request_id: str, request: Request, future: Future | None) -> None:
         version, slot, salt = self.policy_version, NO_SLOT, str(self._num_loads)
-        if request.adapter is not None:
+        if request.adapter == WITHOUT_ADAPTERS:
+            version, salt = WITHOUT_ADAPTERS, self.base  # it stays what it is, whatever adapters are loaded
+        elif request.adapter is not None:
             version = request.adapter
             resident = self._adapters[version]  # dispatch has loaded them, and keeps them while the request runs
             slot, salt = resident.slot if resident.acts else NO_SLOT, resident.salt

@@ -35,7 +35,7 @@ from torchtitan_rl.serve.openai.message_spans import Spans
 from torchtitan_rl.serve.openai.messages import stopped_by
 from torchtitan_rl.serve.openai.rendering import Renderings
 from torchtitan_rl.serve.openai.requests import ChatRequest, CompletionRequest, RewardRequest, Sampled, parse
-from torchtitan_rl.serve.openai.served import Served, unknown_model
+from torchtitan_rl.serve.openai.served import BASE, Served, not_served, unknown_model
 from torchtitan_rl.serve.openai.sessions import Answer, Prompt, Session
 from torchtitan_rl.serve.openai.tool_calls import ToolReader
 from torchtitan_rl.serve.responses.response_errors import responses_answer
@@ -432,7 +432,7 @@ class _Routes:
             if session is None:
                 session = self.gateway.stateless(key, query.model)
             elif query.model not in (None, session.model):
-                raise unknown_model(query.model, [session.model])
+                raise _not_of_session(query.model, session.model)
             _check_size(query.chat if isinstance(query, Translated) else query, self.gateway.limits)
             if left_out:
                 session.counts["ignored"] += len(left_out)
@@ -467,6 +467,17 @@ class _Routes:
         else:
             session.keep(answers)
         return answers
+
+
+def _not_of_session(model: str, own: str) -> Refused:
+    """The refusal of another model than a session's own: all turns of a rollout are its policy's."""
+    if model == BASE or model.startswith(f"{own}@"):
+        return not_served(
+            model,
+            f"a session's turns may train, and all are of its own policy; use {own}, or ask without a session where "
+            "the run is served",
+        )
+    return unknown_model(model, [own])
 
 
 def _check_size(query: Sampled, limits: ServerLimits) -> None:

@@ -423,3 +423,8 @@ async def test_keys_and_names_are_checked():
         assert (await sdk.responses.retrieve(made.id)).output_text == "hi"
         with pytest.raises(openai.NotFoundError, match="model='x': is not served here"):
             await sdk.responses.create(model="x", input="a")
+        with pytest.raises(
+            openai.NotFoundError, match="model='base': the policy has no adapters beside a base"
+        ) as refused:
+            await sdk.responses.create(model="base", input="a")
+        assert (refused.value.code, refused.value.param) == ("model_not_found", "model")
