@@ -2,14 +2,20 @@
 merged in, whoever is in the batch beside it. In one process, an engine for each family in turn."""
 
 import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
 
 import anthropic
 import openai
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from scripts.gpu_checks.engines import random_weights, started, untrained_dir
-from tests.integration.conftest import small_config
+from tests.integration.conftest import ROOT, small_config
 from tests.integration.helpers import random_datums
 from tests.unit.families.shapes import SHAPES
 from torchtitan_rl.actors.operations import GeneratorOperations
@@ -17,7 +23,10 @@ from torchtitan_rl.algorithm.losses import importance_sampling
 from torchtitan_rl.config.meshes import GeneratorConfig, LoRAConfig
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.model.lora import merge, whole_adapters
+from torchtitan_rl.record.run_dir import RunDir
+from torchtitan_rl.record.schedule import engine_files, read_schedule, schedule_of
 from torchtitan_rl.serve.run_gateway import Address, serving
+from torchtitan_rl.tools.audit import audit
 from torchtitan_rl.tools.certify.lora_checks import adapters_of
 from torchtitan_rl.types import WITHOUT_ADAPTERS, OptimParams, Request, SamplingParams
 
@@ -245,3 +254,65 @@ def test_a_run_publishes_adapters_and_serves_any_version(loop, tmp_path, layout)
     assert (newest - rows[max(rows)]).abs().max() <= 2e-5
     for version, row in rows.items():
         assert (pinned[version] - row).abs().max() <= 2e-5, version
+
+
+SMALL = """
+import sys
+sys.path.insert(0, {configs!r})
+import quickstart
+import torchtitan_rl.config as rl
+
+def config():
+    config = quickstart.config()
+    config.supervised.num_steps, config.supervised.batch_size = 2, 8
+    config.algorithm.tasks_per_step, config.algorithm.group_size = 4, 4
+    config.controller.num_steps, config.controller.eval_every, config.controller.checkpoint_every = 8, 3, 2
+    config.controller.eval_tasks = config.controller.test_tasks = 8
+    config.controller.pass_at_k, config.controller.keep_last = 0, -1
+    config.generator.max_num_seqs, config.generator.num_spares, config.generator.max_adapters = 64, 0, 2
+    config.trainer.lora, config.trainer.optimizer.lr = rl.LoRAConfig(rank=4, alpha=8.0), 1e-2
+    return config
+"""
+
+
+def killed(arguments, marker):
+    """Starts the command, and kills it with SIGKILL once the file `marker` is there."""
+    command = [sys.executable, "-m", "torchtitan_rl.cli", *arguments]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        end = time.monotonic() + 200
+        while not marker.exists():
+            assert process.poll() is None and time.monotonic() < end
+            time.sleep(0.02)
+        assert process.poll() is None, "it ended before it was killed"
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def adapter(path):
+    return load_file(path / "checkpoints" / "step-8" / "adapter" / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("lag", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_a_run_that_was_killed_goes_on_and_is_replayed_to_the_last_bit(tmp_path, here, lag):
+    file, path, whole = tmp_path / "small.py", tmp_path / "run", tmp_path / "whole"
+    file.write_text(SMALL.format(configs=str(ROOT / "configs")))
+    train = ["train", str(file), "--algorithm.max-policy-lag", str(lag), "--backend", "local", "--output-dir"]
+    killed([*train, str(path)], path / "checkpoints" / "step-2" / "COMPLETE")
+    ended = here(*train, str(path), "--resume", "auto")
+    assert ended.returncode == 0, ended.stderr
+    arguments = ["--verify", "--backend", "local", "--output-dir", str(tmp_path / "replay")]
+    replayed = here("replay", str(path), *arguments)
+    assert replayed.returncode == 0 and "the same: " in replayed.stdout, (replayed.stdout, replayed.stderr)
+    entries = list(read_schedule(engine_files(schedule_of(path, 2))[0]))
+    loads = [(entry.version, entry.slot) for entry in entries if entry.version is not None]
+    assert len(loads) >= 5 and {slot for _, slot in loads} == {0, 1}
+    sampled = {version for entry in entries for version in entry.adapters}
+    assert len(sampled) >= 5 and sampled <= {version for version, _ in loads}
+    counts, problems = audit(RunDir(path))
+    assert not problems and counts["attempts"] == 2 and counts["trained"] == 32
+    if lag == 0:
+        assert here(*train, str(whole)).returncode == 0
+        first, second = adapter(whole), adapter(path)
+        assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
