@@ -2,12 +2,20 @@
 merged in, whoever is in the batch beside it. In one process, an engine for each family in turn."""
 
 import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
 
+import anthropic
+import openai
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from scripts.gpu_checks.engines import random_weights, started, untrained_dir
-from tests.integration.conftest import small_config
+from tests.integration.conftest import ROOT, small_config
 from tests.integration.helpers import random_datums
 from tests.unit.families.shapes import SHAPES
 from torchtitan_rl.actors.operations import GeneratorOperations
@@ -15,8 +23,12 @@ from torchtitan_rl.algorithm.losses import importance_sampling
 from torchtitan_rl.config.meshes import GeneratorConfig, LoRAConfig
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.model.lora import merge, whole_adapters
+from torchtitan_rl.record.run_dir import RunDir
+from torchtitan_rl.record.schedule import engine_files, read_schedule, schedule_of
+from torchtitan_rl.serve.run_gateway import Address, serving
+from torchtitan_rl.tools.audit import audit
 from torchtitan_rl.tools.certify.lora_checks import adapters_of
-from torchtitan_rl.types import OptimParams, Request, SamplingParams
+from torchtitan_rl.types import WITHOUT_ADAPTERS, OptimParams, Request, SamplingParams
 
 pytestmark = pytest.mark.whole
 
@@ -62,24 +74,23 @@ def test_every_request_is_answered_with_its_own_adapters(tmp_path, family):
     )
     draw = torch.Generator().manual_seed(0)
     # Of very different lengths: their tokens are not multiplied side by side, those of the decoding after it are.
-    prompts = [torch.randint(3, 60, (length,), generator=draw).tolist() for length in (2, 71, 9, 30, 5, 17, 3)]
-    versions = [0, 11, 12, 11, 13, 12, 13]  # version 0 has B = 0
+    prompts = [torch.randint(3, 60, (length,), generator=draw).tolist() for length in (2, 71, 9, 30, 5, 17, 3, 40)]
+    versions = [WITHOUT_ADAPTERS, 11, 12, 11, 13, 12, 13, WITHOUT_ADAPTERS]
     with started(config, directory) as engine:
-        none = {name: tensor * (".lora_a." in name) for name, tensor in drawn(engine, 9).items()}
-        adapters = {0: none} | {version: drawn(engine, version) for version in (11, 12, 13)}
+        none = {name: tensor * (".lora_a." in name) for name, tensor in drawn(engine, 9).items()}  # version 0 has B = 0
+        adapters = {version: drawn(engine, version) for version in (11, 12, 13)}
         for slot, version in enumerate((11, 12, 13)):
             load(engine, version, slot, adapters[version], ("base", base))
-        requests = [Request(prompt, None, adapter=v) for prompt, v in zip(prompts, versions, strict=True) if v]
+        requests = [Request(prompt, None, adapter=v) for prompt, v in zip(prompts, versions, strict=True)]
         together = answers(engine, requests)
         sampled = answers(
             engine,
             [
                 Request(prompt, SamplingParams(max_tokens=20, seed=i, ignore_eos=True), adapter=v)
                 for i, (prompt, v) in enumerate(zip(prompts, versions, strict=True))
-                if v
             ],
         )
-        assert [set(c.policy_versions) for c in sampled] == [{v} for v in versions if v]
+        assert [set(c.policy_versions) for c in sampled] == [{v} for v in versions]
         rescored = answers(
             engine, [Request([*r.tokens, *c.tokens], None, adapter=r.adapter) for r, c in zip(requests, sampled)]
         )
@@ -98,8 +109,12 @@ def test_every_request_is_answered_with_its_own_adapters(tmp_path, family):
                 assert difference <= 2e-5, (version, difference)
         load(engine, 0, 0, none, ("base", base))
         of_base = answers(engine, [Request(request.tokens, None, adapter=0) for request in requests])
-        gaps = [(torch.tensor(a) - torch.tensor(b)).abs().max() for a, b in zip(of_base, together, strict=True)]
-        assert min(gaps) > 1e-2, "the adapters do nothing"
+        for request, alone, beside in zip(requests, of_base, together, strict=True):
+            gap = (torch.tensor(alone) - torch.tensor(beside)).abs().max()
+            if request.adapter == WITHOUT_ADAPTERS:
+                assert gap <= 2e-5
+            else:
+                assert gap > 1e-2, "the adapters do nothing"
 
 
 def test_a_slot_is_loaded_while_requests_of_other_slots_go_on(tmp_path):
@@ -145,6 +160,55 @@ async def scores(controller, version=None):
     return torch.cat([torch.tensor(row) for row in rows])
 
 
+SAID = [{"role": "user", "content": "sort dbca"}]
+
+
+async def check_that_the_base_answers(controller, versions):
+    """`base` in each dialect, in the company of `policy@N`: with the log-probabilities that it scores alone."""
+    async with serving(controller, Address(port=0), quiet=True) as gateway:
+        chat = openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="-", max_retries=0, timeout=120)
+        messages = anthropic.AsyncAnthropic(base_url=gateway.url, api_key="-", max_retries=0, timeout=120)
+        models = [model.id for model in (await chat.models.list()).data]
+        assert models[:2] == ["policy", "base"] and {f"policy@{version}" for version in versions} <= {*models}
+
+        async def by_chat(model, **more):
+            body = {"return_token_ids": True, "return_policy_versions": True, "seed": 5}
+            return await chat.chat.completions.create(
+                model=model, messages=SAID, max_tokens=16, logprobs=True, extra_body=body, **more
+            )
+
+        async def by_responses(model):
+            include = ["message.output_text.logprobs"]
+            return await chat.responses.create(
+                model=model, input=SAID, max_output_tokens=16, include=include, extra_body={"seed": 5}
+            )
+
+        async def by_messages(model):
+            return await messages.messages.create(
+                model=model, messages=SAID, max_tokens=16, extra_body={"temperature": 0}
+            )
+
+        names = ["base", "policy", *(f"policy@{version}" for version in versions)]
+        async with chat, messages:
+            chats = await asyncio.gather(*map(by_chat, names))
+            drawn, greedy, item, message = await asyncio.gather(
+                by_chat("base"), by_chat("base", temperature=0), by_responses("base"), by_messages("base")
+            )
+        assert [answer.model for answer in chats] == names
+        choice = chats[0].choices[0]
+        assert set(choice.policy_versions) == {WITHOUT_ADAPTERS} and choice.token_ids == drawn.choices[0].token_ids
+        logprobs = torch.tensor([each.logprob for each in choice.logprobs.content])
+        whole = [*chats[0].prompt_token_ids, *choice.token_ids]
+        alone = torch.tensor(await controller.generator.score(whole, policy_version=WITHOUT_ADAPTERS))
+        assert (logprobs - alone[-len(logprobs) :]).abs().max() <= 2e-5
+        of_policy = torch.tensor(await controller.generator.score(whole))
+        assert (logprobs - of_policy[-len(logprobs) :]).abs().max() > 1e-2, "the adapters do nothing"
+        assert (item.model, item.output_text) == ("base", choice.message.content)
+        of_items = torch.tensor([each.logprob for each in item.output[0].content[0].logprobs])
+        assert (of_items - logprobs).abs().max() <= 2e-5
+        assert (message.model, message.content[0].text) == ("base", greedy.choices[0].message.content)
+
+
 @pytest.mark.parametrize("layout", ["one rank", "two shards and two engine ranks, by the store"])
 def test_a_run_publishes_adapters_and_serves_any_version(loop, tmp_path, layout):
     from torchtitan_rl.train.controller import Controller
@@ -162,12 +226,15 @@ def test_a_run_publishes_adapters_and_serves_any_version(loop, tmp_path, layout)
 
     async def run():
         async with await Controller.launch(config) as controller:
-            rows = {}
+            rows, base_row = {}, torch.cat((await controller.trainer.forward(DATA)).policy_logprobs)  # B = 0
             for _ in range(3):
                 await step(controller)
                 version = await controller.publish()
                 controller.versions.pin(version, "test")
                 rows[version] = torch.cat((await controller.trainer.forward(DATA)).policy_logprobs)
+            assert (await scores(controller, WITHOUT_ADAPTERS) - base_row).abs().max() <= 2e-5
+            if layout == "one rank":
+                await check_that_the_base_answers(controller, list(rows))
             manifest, _ = await controller.versions._store.fetch(version, verify=True)
             newest = await scores(controller)
             pinned = await asyncio.gather(*(scores(controller, v) for v in rows))
@@ -187,3 +254,65 @@ def test_a_run_publishes_adapters_and_serves_any_version(loop, tmp_path, layout)
     assert (newest - rows[max(rows)]).abs().max() <= 2e-5
     for version, row in rows.items():
         assert (pinned[version] - row).abs().max() <= 2e-5, version
+
+
+SMALL = """
+import sys
+sys.path.insert(0, {configs!r})
+import quickstart
+import torchtitan_rl.config as rl
+
+def config():
+    config = quickstart.config()
+    config.supervised.num_steps, config.supervised.batch_size = 2, 8
+    config.algorithm.tasks_per_step, config.algorithm.group_size = 4, 4
+    config.controller.num_steps, config.controller.eval_every, config.controller.checkpoint_every = 8, 3, 2
+    config.controller.eval_tasks = config.controller.test_tasks = 8
+    config.controller.pass_at_k, config.controller.keep_last = 0, -1
+    config.generator.max_num_seqs, config.generator.num_spares, config.generator.max_adapters = 64, 0, 2
+    config.trainer.lora, config.trainer.optimizer.lr = rl.LoRAConfig(rank=4, alpha=8.0), 1e-2
+    return config
+"""
+
+
+def killed(arguments, marker):
+    """Starts the command, and kills it with SIGKILL once the file `marker` is there."""
+    command = [sys.executable, "-m", "torchtitan_rl.cli", *arguments]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        end = time.monotonic() + 200
+        while not marker.exists():
+            assert process.poll() is None and time.monotonic() < end
+            time.sleep(0.02)
+        assert process.poll() is None, "it ended before it was killed"
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def adapter(path):
+    return load_file(path / "checkpoints" / "step-8" / "adapter" / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("lag", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_a_run_that_was_killed_goes_on_and_is_replayed_to_the_last_bit(tmp_path, here, lag):
+    file, path, whole = tmp_path / "small.py", tmp_path / "run", tmp_path / "whole"
+    file.write_text(SMALL.format(configs=str(ROOT / "configs")))
+    train = ["train", str(file), "--algorithm.max-policy-lag", str(lag), "--backend", "local", "--output-dir"]
+    killed([*train, str(path)], path / "checkpoints" / "step-2" / "COMPLETE")
+    ended = here(*train, str(path), "--resume", "auto")
+    assert ended.returncode == 0, ended.stderr
+    arguments = ["--verify", "--backend", "local", "--output-dir", str(tmp_path / "replay")]
+    replayed = here("replay", str(path), *arguments)
+    assert replayed.returncode == 0 and "the same: " in replayed.stdout, (replayed.stdout, replayed.stderr)
+    entries = list(read_schedule(engine_files(schedule_of(path, 2))[0]))
+    loads = [(entry.version, entry.slot) for entry in entries if entry.version is not None]
+    assert len(loads) >= 5 and {slot for _, slot in loads} == {0, 1}
+    sampled = {version for entry in entries for version in entry.adapters}
+    assert len(sampled) >= 5 and sampled <= {version for version, _ in loads}
+    counts, problems = audit(RunDir(path))
+    assert not problems and counts["attempts"] == 2 and counts["trained"] == 32
+    if lag == 0:
+        assert here(*train, str(whole)).returncode == 0
+        first, second = adapter(whole), adapter(path)
+        assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)

@@ -18,9 +18,12 @@ class ScriptedSampler:
     def __init__(self, *said: str | list[int], tokenizer=CHARS):
         self.said, self.tokenizer = list(said), tokenizer
         self.asked: list[tuple[list[int], SamplingParams]] = []
+        self.versions: list[int | None] = []
+        """Of each request, the version that it names."""
 
     async def sample(self, tokens, params, *, policy_version=None):
         self.asked.append((list(tokens), params))
+        self.versions.append(policy_version)
         said = self.said.pop(0)
         said = self.tokenizer.encode(said, add_special_tokens=False) if isinstance(said, str) else said
         reason = "stop" if len(said) <= params.max_tokens else "length"

@@ -50,7 +50,12 @@ async def serve(
         mesh = await launcher.start_generator(generator, ModelConfig(assets=str(weights)), role="generator-0", seed=0)
         client = SamplingClient([mesh], OneVersion(), max_model_len=generator.max_model_len, timeout_s=_TIMEOUT_S)
         await client.load_hf(str(weights), version=source.step or 0)
-        served = Served(name="policy", policy=policy_of(client, tokenizer, generator.max_model_len), versions=list)
+        served = Served(
+            name="policy",
+            policy=policy_of(client, tokenizer, generator.max_model_len),
+            versions=list,
+            no_base="a checkpoint is served whole, with its adapters merged; use policy, or serve the base's directory",
+        )
         opened = address.gateway(served, context_tokens=generator.max_model_len, vocab_size=shape.vocab_size)
         async with opened as gateway:
             announce(gateway, f"{source.text or 'no known step'} of {source.name}; logs in {run_dir.path}", quiet)

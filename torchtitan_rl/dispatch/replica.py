@@ -13,7 +13,7 @@ from torchtitan_rl.dispatch.resident_adapters import ResidentAdapters
 from torchtitan_rl.dispatch.role_mesh import RoleMesh, WorkerLost
 from torchtitan_rl.dispatch.versions import ServedVersions
 from torchtitan_rl.record.tracing import span
-from torchtitan_rl.types import Request
+from torchtitan_rl.types import WITHOUT_ADAPTERS, Request
 
 __all__ = ["Replica", "ReplicaLost", "VersionRefused"]
 
@@ -138,8 +138,13 @@ class Replica:
     @asynccontextmanager
     async def _holding(self, version: int | None) -> AsyncIterator[int]:
         """Holds the adapters of a version (None: the loaded one) in the engine while the block runs; loads them first
-        where they are not there. Gives the version."""
+        where they are not there. Gives the version. The base, which came with the first adapters, needs no slot."""
         assert self._adapters is not None
+        if version == WITHOUT_ADAPTERS:
+            async with self._changed:
+                await self._until(lambda: self.loaded_version is not None)
+            yield version
+            return
         async with self._changed:
             if version is None:
                 version = self.versions.served if self.loaded_version is None else self.loaded_version

@@ -20,7 +20,7 @@ from torchtitan_rl.dispatch.role_mesh import RoleMesh
 from torchtitan_rl.dispatch.router import Router
 from torchtitan_rl.dispatch.versions import ServedVersions
 from torchtitan_rl.record.tracing import running, span
-from torchtitan_rl.types import Completion, Request, SamplingParams, Scores
+from torchtitan_rl.types import WITHOUT_ADAPTERS, Completion, Request, SamplingParams, Scores
 
 __all__ = ["SamplingClient"]
 
@@ -206,7 +206,8 @@ class SamplingClient:
         if not tokens:
             raise ValueError("prompt=[]: has no tokens; give at least one")
         completion = await self._submit(Request(list(tokens), params), policy_version)
-        completion.filtered = ", ".join(f"{name}={value}" for name, value in params.altered().items())
+        altered = params.altered() | ({"policy_version": policy_version} if policy_version == WITHOUT_ADAPTERS else {})
+        completion.filtered = ", ".join(f"{name}={value}" for name, value in altered.items())
         return completion
 
     async def score(self, tokens: list[int], *, policy_version: int | None = None, cached: bool = False) -> Scores:
@@ -236,6 +237,11 @@ class SamplingClient:
     async def _submit(self, request: Request, version: int | None):
         if self.policy_version is None:
             raise RuntimeError("policy_version=None: the generators hold no weights yet; publish and pull first")
+        if version == WITHOUT_ADAPTERS and not self._num_adapter_slots:
+            raise ValueError(
+                f"policy_version={version}: means the base, and these generators hold no adapters beside one; set "
+                "generator.max_adapters, or sample from a version"
+            )
         loop = asyncio.get_running_loop()
         future = loop.create_future()
         if not self._pending[version]:
@@ -266,6 +272,7 @@ class SamplingClient:
 
     def _route(self, batch: _Batch, version: int | None, healthy: list[int]) -> dict[int, _Batch]:
         """Index of a replica -> its share of the requests."""
+        version = _pinned(version)
         indices = self._router.route(
             [request.tokens for request, _ in batch],
             version,
@@ -307,7 +314,7 @@ class SamplingClient:
     def _finished(self, index: int, num_requests: int, version: int | None) -> None:
         """Notes that a replica has answered requests, or never will."""
         if self._routes is None:
-            self._router.finished(index, num_requests, version)
+            self._router.finished(index, num_requests, _pinned(version))
         if index in self._leaving:
             self._progress.set()
 
@@ -462,6 +469,11 @@ def _as_recorded(routes: RecordedRoutes, batch: _Batch) -> dict[int, _Batch]:
             shares[index].append((request, nobodys))
         shares[answering].append((request, future))
     return shares
+
+
+def _pinned(version: int | None) -> int | None:
+    """The version for which a router looks for a replica; None: any replica does, as for the base, which all hold."""
+    return None if version == WITHOUT_ADAPTERS else version
 
 
 def _fail(batch: _Batch, error: BaseException) -> None:

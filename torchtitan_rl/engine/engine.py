@@ -40,7 +40,7 @@ from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.model.spec import build_spec
 from torchtitan_rl.record.schedule import ScheduleFile, Schedules, digests, followed_entries
 from torchtitan_rl.record.tracing import span
-from torchtitan_rl.types import Request
+from torchtitan_rl.types import WITHOUT_ADAPTERS, Request
 
 __all__ = ["Engine"]
 
@@ -138,7 +138,7 @@ class Engine:
         self._patience_s: float | None = None
         self._awaited_since: float | None = None
         """Since when the engine stands still for a command of the followed schedule, by `time.monotonic`."""
-        if schedules is not None and self._leads and not config.max_adapters:  # no record has what is in which slot
+        if schedules is not None and self._leads:
             self._recording = ScheduleFile(schedules.directory, role)
             if file := schedules.followed.get(role):
                 self._followed = FollowedSchedule(followed_entries(Path(file), schedules))
@@ -185,6 +185,8 @@ class Engine:
     ) -> None:
         """Keeps the adapters of a version on this rank until rank 0 commands the load, and name and tensors of the base
         that they need; None: the model holds it."""
+        if self._recording is not None:
+            self._digests[version] = digests(tensors)
         self._staged[version] = tensors
         if base is not None:
             self._staged_bases[version] = base
@@ -421,9 +423,12 @@ class Engine:
 
     def _add(self, request_id: str, request: Request, future: Future | None) -> None:
         version, slot, salt = self.policy_version, NO_SLOT, str(self._num_loads)
-        if request.adapter is not None:
+        if request.adapter == WITHOUT_ADAPTERS:
+            version, salt = WITHOUT_ADAPTERS, self.base  # it stays what it is, whatever adapters are loaded
+        elif request.adapter is not None:
             version = request.adapter
-            resident = self._adapters[version]  # dispatch has loaded them, and keeps them while the request runs
+            if (resident := self._adapters.get(version)) is None:  # dispatch loads them before: a replay has parted
+                return _refuse(future, request, ValueError(f"policy_version={version}: its adapters are in no slot"))
             slot, salt = resident.slot if resident.acts else NO_SLOT, resident.salt
         prompt = tokens_input(request.tokens, cache_salt=salt)
         try:
@@ -505,6 +510,8 @@ class Engine:
     def _load_staged_adapters(self, version_and_slot: tuple[int, int], futures: list[Future]) -> None:
         version, slot = version_and_slot
         tensors, base, began = self._staged.pop(version), self._staged_bases.pop(version, None), time.perf_counter()
+        recorded_digests = self._digests.pop(version, "")
+        slot = self._own_slot(version) if slot >= self._config.max_adapters else slot
         self._adapters = {
             v: resident for v, resident in self._adapters.items() if v != version and resident.slot != slot
         }
@@ -520,8 +527,26 @@ class Engine:
         if not refusal:
             self._num_loads += 1
             self._adapters[version] = _Resident(slot, acts, f"adapters {self._num_loads}")
+            if self._recording is not None:
+                at = self._iteration, len(self._in_flight)
+                self._recording.loaded(*at, version, recorded_digests, sorted(tensors), slot)
         for future in futures:
             future.set_result(ValueError(refusal) if refusal else time.perf_counter() - began)
+
+    def _own_slot(self, version: int) -> int:
+        """A slot after the end of a replay's record: dispatch does not know which versions are in which slots. The
+        version's own, an empty one, or of those that no request needs the one loaded first. Requests end until there is
+        one."""
+        if version in self._adapters:
+            return self._adapters[version].slot
+        while True:
+            needed = {request.version_starts[-1][1] for request in self._in_flight.values()}
+            kept = {resident.slot for version, resident in self._adapters.items() if version in needed}
+            taken = [resident.slot for resident in self._adapters.values()]  # in the order of their loads
+            by_age = [*(slot for slot in range(self._config.max_adapters) if slot not in taken), *taken]
+            if (slot := next((slot for slot in by_age if slot not in kept), None)) is not None:
+                return slot
+            self._step()
 
     def _copy_base(self, version: int, name: str, tensors: dict[str, torch.Tensor]) -> str:
         """Copies the base of a version's adapters into the model. Returns why that failed; empty where it did not."""

@@ -34,7 +34,7 @@ class FollowedSchedule:
         self._has_ended = False
         self._requests: dict[str, deque[tuple[str, Request, Future]]] = defaultdict(deque)
         """By key, the requests that have come and are not admitted yet."""
-        self._loads: dict[int, deque[list[Future]]] = defaultdict(deque)
+        self._loads: dict[int, deque[_Received]] = defaultdict(deque)
         self._unrecorded: list[tuple[str, Request, Future]] = []
         self._at_once: deque[_Received] = deque()
         """Commands that no record has the moment of: sleep, wake, and loads before the record's first."""
@@ -46,7 +46,7 @@ class FollowedSchedule:
 
     def futures(self) -> list[Future]:
         """Of all commands that are held back."""
-        loads = [futures for waiting in self._loads.values() for futures in waiting]
+        loads = [futures for waiting in self._loads.values() for _, futures in waiting]
         of_commands = sum(loads + [futures for _, futures in self._at_once], [])
         return [future for *_, future in self._early_requests()] + of_commands
 
@@ -58,9 +58,9 @@ class FollowedSchedule:
                 is_due = self._due_requests[key] > 0
                 self._due_requests[key] -= is_due
                 (self._requests[key] if is_due else self._unrecorded).append((request_id, request, future))
-        elif command.kind == "load" and self._due_loads[command.argument] > 0:
-            self._due_loads[command.argument] -= 1
-            self._loads[command.argument].append(futures)
+        elif (version := _loaded_version(command)) is not None and self._due_loads[version] > 0:
+            self._due_loads[version] -= 1
+            self._loads[version].append((command, futures))
         else:
             self._at_once.append((command, futures))
 
@@ -84,8 +84,12 @@ class FollowedSchedule:
             return None
         self._entries.popleft()
         if entry.version is not None:
-            return Command("load", entry.version, more=True), self._loads[entry.version].popleft()
+            command, futures = self._loads[entry.version].popleft()
+            argument = command.argument if entry.slot is None else (entry.version, entry.slot)
+            return Command(command.kind, argument, more=True), futures
         admitted = [self._requests[key].popleft() for _, key in entry.requests]
+        for (_, request, _), version in zip(admitted, entry.adapters):
+            request.adapter = version  # the one that was served when it came: here it may have come earlier or later
         return _admission(admitted)
 
     def awaited(self) -> str:
@@ -106,9 +110,9 @@ class FollowedSchedule:
     def _released(self) -> _Received:
         self._has_ended, early = True, self._early_requests()
         self._at_once += [
-            (Command("load", version, more=True), futures)
-            for version, waiting in sorted(self._loads.items())
-            for futures in waiting
+            (Command(command.kind, command.argument, more=True), futures)
+            for _, waiting in sorted(self._loads.items())
+            for command, futures in waiting
         ]
         for waiting_for_record in (self._requests, self._loads, self._unrecorded):
             waiting_for_record.clear()
@@ -117,6 +121,13 @@ class FollowedSchedule:
     def _early_requests(self) -> list[tuple[str, Request, Future]]:
         """The requests that have come and are not admitted yet."""
         return [request for waiting in self._requests.values() for request in waiting] + self._unrecorded
+
+
+def _loaded_version(command: Command) -> int | None:
+    """The version that a command loads; None: it loads none."""
+    if command.kind == "load_adapters":
+        return command.argument[0]
+    return command.argument if command.kind == "load" else None
 
 
 def _admission(requests: list[tuple[str, Request, Future]]) -> _Received:

@@ -27,6 +27,9 @@ from torchtitan_rl.record.schedule import Schedules, followed_entries
 
 __all__ = ["start_stack", "start_generators"]
 
+_SLOTS_OF_A_REPLAY = 1 << 16
+"""More than versions are loaded: the record says what goes into which slot when, and nothing here waits for one."""
+
 
 async def start_stack(config: RunConfig, launcher: MeshLauncher, model_dir: Path) -> Stack:
     """Starts every mesh and the store. Roles that share devices start one after the other, everything else at once."""
@@ -85,7 +88,8 @@ async def start_stack(config: RunConfig, launcher: MeshLauncher, model_dir: Path
     )
     repair = None if placement else launcher.repair(config.generator)
     routes = None if launcher.schedules is None else _routes(launcher.schedules)
-    generator = _sampling_client(config, meshes["generator"], versions, placement, repair, routes)
+    follows = launcher.schedules is not None and bool(launcher.schedules.followed)
+    generator = _sampling_client(config, meshes["generator"], versions, placement, repair, routes, follows)
     replicas = None
     if launcher.takes_replicas and placement is None and routes is None:
         start_one = partial(_start_generator, config, launcher, model_dir)
@@ -99,7 +103,7 @@ async def start_generators(config: RunConfig, launcher: MeshLauncher, model_dir:
     """Starts generators alone, which hold no weights yet: they get those of a directory, without adapters."""
     config = dataclasses.replace(config, generator=dataclasses.replace(config.generator, max_adapters=0))
     meshes = await asyncio.gather(*_generators(config, launcher, model_dir, None))
-    generator = _sampling_client(config, meshes, OneVersion(), None, None, None)
+    generator = _sampling_client(config, meshes, OneVersion(), None, None, None, follows=False)
     return Stack(launcher=launcher, roles={}, generator=generator, versions=None, placement=None)
 
 
@@ -128,7 +132,12 @@ def _sampling_client(
     placement: Placement | None,
     repair: Repair | None,
     routes: RecordedRoutes | None,
+    follows: bool,
 ) -> SamplingClient:
+    """`follows`: the engines follow a record."""
+    num_slots = config.generator.max_adapters
+    if num_slots and follows:
+        num_slots = _SLOTS_OF_A_REPLAY
     return SamplingClient(
         list(meshes),
         versions,
@@ -138,5 +147,5 @@ def _sampling_client(
         placement=placement,
         repair=repair,
         routes=routes,
-        num_adapter_slots=config.generator.max_adapters,
+        num_adapter_slots=num_slots,
     )

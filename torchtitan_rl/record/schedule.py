@@ -1,13 +1,16 @@
 """The schedule of a run: what the clock decided. With it the same engine steps can be taken again.
 
 An engine is a function of its commands and of the number of steps it had taken when it executed each of them: which
-requests share a step, and which version samples a token, follow. So the commands are all that is recorded::
+requests share a step, and which version samples a token, follow. So the commands are all that is recorded. With
+adapters side by side (`generator.max_adapters`) a load names the slot, and an admission the version of each request::
 
     schedule/attempt-1/environment.json       what else the numbers depend on: versions, processor, cores, backend
     schedule/attempt-1/generator-0-1.jsonl    the commands of replica 0's first engine; its replacement's are in -2
 
     {"iteration": 0, "unfinished": 0, "version": 3, "weights": "9c04e1d2...", "tensors": ["norm", ...], "at": ...}
     {"iteration": 0, "unfinished": 0, "requests": [[1, "a81f09c24e7b5d60"], [2, "07d0cc1f9b8e2a34"]], "at": ...}
+    {"iteration": 0, "unfinished": 0, "version": 3, "weights": ..., "tensors": [...], "slot": 1, "at": ...}
+    {"iteration": 0, "unfinished": 0, "requests": [[1, "a81f09c24e7b5d60"], ...], "adapters": [3, ...], "at": ...}
 
 `iteration` counts the engine's steps before the command, `unfinished` its requests. A request has its number in the
 order of the sampling client's requests, which a second replica's record repeats where the first was lost, and its
@@ -78,6 +81,10 @@ class Entry:
     """`digests` of the loaded tensors."""
     tensors: list[str] = field(default_factory=list)
     """The names of the tensors, at the first load."""
+    slot: int | None = None
+    """The slot into which adapters were loaded; None: the version is whole weights."""
+    adapters: list[int] = field(default_factory=list)
+    """`Request.adapter` of each request; empty: the engine has no slots."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,12 +120,17 @@ class ScheduleFile:
 
     def admitted(self, iteration: int, unfinished: int, requests: Sequence[Request]) -> None:
         keys = [(request.number, request_key(request)) for request in requests]
-        self._write({"iteration": iteration, "unfinished": unfinished, "requests": keys})
+        adapters = [request.adapter for request in requests if request.adapter is not None]
+        admission = {"requests": keys} | ({"adapters": adapters} if adapters else {})
+        self._write({"iteration": iteration, "unfinished": unfinished} | admission)
 
-    def loaded(self, iteration: int, unfinished: int, version: int, weights: str, names: Sequence[str]) -> None:
-        """`weights` are `digests`, `names` those of the tensors in order."""
+    def loaded(
+        self, iteration: int, unfinished: int, version: int, weights: str, names: Sequence[str], slot: int | None = None
+    ) -> None:
+        """`weights` are `digests`, `names` those of the tensors in order; `slot`: of adapters, None: whole weights."""
         names, self._names_are_known = [] if self._names_are_known else list(names), True
-        load = {"version": version, "weights": weights} | ({"tensors": names} if names else {})
+        load: dict[str, Any] = {"version": version, "weights": weights} | ({"tensors": names} if names else {})
+        load |= {} if slot is None else {"slot": slot}
         self._write({"iteration": iteration, "unfinished": unfinished} | load)
 
     def _write(self, line: dict[str, Any]) -> None:
@@ -156,16 +168,19 @@ def since(entries: Iterable[Entry], num_requests: int) -> list[Entry]:
     answered, with the load of the version that it held then. The steps are counted from the load on."""
     load, kept = None, list[Entry]()
     for entry in entries:
-        requests = [(number, key) for number, key in entry.requests if number > num_requests]
-        if requests:
-            kept.append(replace(entry, requests=requests))
+        later = [place for place, (number, _) in enumerate(entry.requests) if number > num_requests]
+        if later:
+            requests, adapters = [entry.requests[place] for place in later], entry.adapters
+            kept.append(
+                replace(entry, requests=requests, adapters=[adapters[place] for place in later] if adapters else [])
+            )
         elif entry.version is not None and kept:
             kept.append(entry)
         elif entry.version is not None:
             load = entry
     first = kept[0].iteration if kept else 0
-    later = [replace(entry, iteration=entry.iteration - first) for entry in kept]
-    return later if load is None else [replace(load, iteration=0, unfinished=0), *later]
+    followed = [replace(entry, iteration=entry.iteration - first) for entry in kept]
+    return followed if load is None else [replace(load, iteration=0, unfinished=0), *followed]
 
 
 def schedule_of(run: Path, attempt: int) -> Path:

@@ -34,7 +34,7 @@ class Policy:
     stop_token_ids: list[int] = field(default_factory=list)
     stop: list[str] = field(default_factory=list)
     policy_version: int | None = None
-    """The version that samples; None: the newest."""
+    """The version that samples, or `types.WITHOUT_ADAPTERS`; None: the newest."""
     for_training: bool = False
     """Whether the rollouts will train. False in evaluations and demonstrations, where `self_distill` does nothing."""
     altered: dict[str, float] = field(default_factory=dict)
@@ -92,8 +92,8 @@ class Policy:
             stop=[*stop, *self.stop],
             **(altered := self.altered | altered),  # type: ignore[arg-type]  # top_k is a whole number
         )
-        if altered and self.for_training:
-            refuse_altered(params)
+        if self.for_training:
+            refuse_altered(params, self.policy_version)
         try:
             return await self.generator.sample(tokens, params, policy_version=self.policy_version)
         except RuntimeError as error:

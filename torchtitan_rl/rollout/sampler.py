@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from torchtitan_rl.types import Completion, SamplingParams
+from torchtitan_rl.types import WITHOUT_ADAPTERS, Completion, SamplingParams
 
 __all__ = ["AlteredForTraining", "Sampler", "TrainingSampler", "refuse_altered"]
 
@@ -31,9 +31,11 @@ class AlteredForTraining(ValueError):
     """A workflow asked for a completion that could not train."""
 
 
-def refuse_altered(params: SamplingParams, call: str = "policy.complete") -> None:
-    """Raises AlteredForTraining for a setting that alters the policy's distribution. `call` is what asked."""
-    for name, value in params.altered().items():
+def refuse_altered(params: SamplingParams, policy_version: int | None = None, call: str = "policy.complete") -> None:
+    """Raises AlteredForTraining for a setting that alters the policy's distribution, and for the base in the place of a
+    policy version. `call` is what asked."""
+    altered = params.altered() | ({"policy_version": policy_version} if policy_version == WITHOUT_ADAPTERS else {})
+    for name, value in altered.items():
         raise AlteredForTraining(
             f"{call}({name}={value}): this rollout is to train, and its log-probabilities would not be "
             f"those of the policy; leave {name} out where policy.for_training is True"
@@ -50,7 +52,7 @@ class TrainingSampler:
     async def sample(
         self, tokens: list[int], params: SamplingParams, *, policy_version: int | None = None
     ) -> Completion:
-        refuse_altered(params, "policy.sampler.sample")
+        refuse_altered(params, policy_version, "policy.sampler.sample")
         return await self._sampler.sample(tokens, params, policy_version=policy_version)
 
     async def score(self, tokens: list[int], *, policy_version: int | None = None) -> list[float]:

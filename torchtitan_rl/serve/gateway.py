@@ -35,9 +35,10 @@ from torchtitan_rl.serve.openai.message_spans import Spans
 from torchtitan_rl.serve.openai.messages import stopped_by
 from torchtitan_rl.serve.openai.rendering import Renderings
 from torchtitan_rl.serve.openai.requests import ChatRequest, CompletionRequest, RewardRequest, Sampled, parse
-from torchtitan_rl.serve.openai.served import Served, unknown_model
+from torchtitan_rl.serve.openai.served import BASE, Served, not_served, unknown_model
 from torchtitan_rl.serve.openai.sessions import Answer, Prompt, Session
 from torchtitan_rl.serve.openai.tool_calls import ToolReader
+from torchtitan_rl.serve.responses.items import item_page
 from torchtitan_rl.serve.responses.response_errors import responses_answer
 from torchtitan_rl.serve.stored_responses import StoredResponse, StoredResponses
 
@@ -254,6 +255,8 @@ def _application(gateway: Gateway) -> FastAPI:
         ("/v1/messages", routes.messages, ["POST"], anthropic_answer),
         ("/v1/messages/count_tokens", routes.count_tokens, ["POST"], anthropic_answer),
         ("/v1/responses", routes.responses, ["POST"], responses_answer),
+        ("/v1/responses/input_tokens", routes.count_input_tokens, ["POST"], responses_answer),
+        ("/v1/responses/{response_id}/input_items", routes.input_items, ["GET"], responses_answer),
         ("/v1/responses/{response_id}", routes.stored_response, ["GET", "DELETE"], responses_answer),
         ("/v1/responses/{response_id}/cancel", routes.cancelled_response, ["POST"], responses_answer),
         ("/reward", routes.reward, ["POST"], answer),
@@ -343,13 +346,26 @@ class _Routes:
         made = response_events.response(reply, query, session, events)
         whole = response_events.whole_response(made)
         if query.request.store is not False:
-            stored.keep(StoredResponse(whole, [*query.messages, responses.answer_message(reply)]))
+            stored.keep(StoredResponse(whole, [*query.messages, responses.answer_message(reply)], query.items))
         if chat.stream:
             return _events(response_events.event_bytes(response_events.response_events(made, events)))
         return _sent(whole)
 
+    async def count_input_tokens(self, request: Request) -> Response:
+        await self._load_dialects()
+        from torchtitan_rl.serve.responses.requests import count_request
+
+        session, query = await self._parsed(request, partial(count_request, self._stored(request)))
+        return _sent({"object": "response.input_tokens", "input_tokens": session.count_tokens(query.chat)})
+
+    async def input_items(self, request: Request) -> Response:
+        """A page of the items that a stored response was made from."""
+        return _sent(item_page(self._kept(request).items, request.query_params.multi_items()))
+
     async def stored_response(self, request: Request) -> Response:
         """A stored response as it was sent, or with DELETE no longer."""
+        if name := next(iter(request.query_params), None):
+            raise invalid(f"{name[:80]}: is not offered: a response comes whole; leave it out", name[:80])
         kept = self._kept(request)
         if request.method == "GET":
             return _sent(kept.whole)
@@ -411,8 +427,6 @@ class _Routes:
     def _kept(self, request: Request) -> StoredResponse:
         """The stored response that the path names. Raises Refused for one that is not stored."""
         response_id, stored = request.path_params["response_id"], self._stored(request)
-        if name := next(iter(request.query_params), None):
-            raise invalid(f"{name[:80]}: is not offered: a response comes whole; leave it out", name[:80])
         if (kept := stored.get(response_id)) is None:
             raise Refused(  # clients know this case by OpenAI's words
                 404,
@@ -432,7 +446,7 @@ class _Routes:
             if session is None:
                 session = self.gateway.stateless(key, query.model)
             elif query.model not in (None, session.model):
-                raise unknown_model(query.model, [session.model])
+                raise _not_of_session(query.model, session.model)
             _check_size(query.chat if isinstance(query, Translated) else query, self.gateway.limits)
             if left_out:
                 session.counts["ignored"] += len(left_out)
@@ -467,6 +481,17 @@ class _Routes:
         else:
             session.keep(answers)
         return answers
+
+
+def _not_of_session(model: str, own: str) -> Refused:
+    """The refusal of another model than a session's own: all turns of a rollout are its policy's."""
+    if model == BASE or model.startswith(f"{own}@"):
+        return not_served(
+            model,
+            f"a session's turns may train, and all are of its own policy; use {own}, or ask without a session where "
+            "the run is served",
+        )
+    return unknown_model(model, [own])
 
 
 def _check_size(query: Sampled, limits: ServerLimits) -> None:

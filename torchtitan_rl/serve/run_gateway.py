@@ -91,11 +91,11 @@ class Address:
 
 
 @asynccontextmanager
-async def serving(controller: Any, address: Address | None, *, quiet: bool) -> AsyncIterator[None]:
-    """Serves the run of a `Controller` for as long as the block runs: its newest version as `policy`, and each version
-    that is published as `policy@VERSION`. None: serves nothing."""
+async def serving(controller: Any, address: Address | None, *, quiet: bool) -> AsyncIterator[Gateway | None]:
+    """Serves the run of a `Controller` for as long as the block runs: its newest version as `policy`, each version that
+    is published as `policy@VERSION`, and where adapters are side by side their base as `base`. None: serves nothing."""
     if address is None:
-        yield
+        yield None
         return
     from torchtitan_rl.serve.gateway import Served
 
@@ -105,11 +105,24 @@ async def serving(controller: Any, address: Address | None, *, quiet: bool) -> A
         name="policy",
         policy=policy_of(controller.generator, controller.tokenizer, context),
         versions=lambda: [] if versions is None else list(versions.holders()),
+        no_base=_no_base(config),
     )
     vocab_size = resolve_shape(config.model).vocab_size
     async with address.gateway(served, context_tokens=context, vocab_size=vocab_size) as gateway:
-        announce(gateway, "the run's newest version, and policy@VERSION", quiet)
-        yield
+        announce(gateway, f"the run's newest version, {'' if served.no_base else 'base, '}and policy@VERSION", quiet)
+        yield gateway
+
+
+def _no_base(config: RunConfig) -> str:
+    """Why generators of a run cannot sample from the base of its adapters, and what to do; empty: they can."""
+    if config.generator.max_adapters:
+        return ""
+    if config.trainer.lora is None:
+        return "this run trains all weights, and none of a base are there; use policy, or serve where it began"
+    return (
+        "adapters are merged into the weights that generators have (generator.max_adapters=0); use policy, or start a "
+        "run with generator.max_adapters of 2 or more"
+    )
 
 
 def policy_of(client: Any, tokenizer: Any, context: int) -> Policy:

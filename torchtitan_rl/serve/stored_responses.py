@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 __all__ = ["StoredResponse", "StoredResponses"]
@@ -20,10 +20,13 @@ class StoredResponse:
     """The conversation as messages of chat completions, without `instructions`, which hold for one request. Responses
     that go on from each other share the messages, so nobody alters them."""
 
+    items: list[dict[str, Any]] = field(default_factory=list)
+    """The conversation before the response as items with identities, shared in the same way."""
+
     @property
     def num_bytes(self) -> int:
         """Of the response and its whole conversation as JSON, about as many as they have in memory alone."""
-        return len(json.dumps(self.whole)) + len(json.dumps(self.messages))
+        return sum(len(json.dumps(part)) for part in (self.whole, self.messages, self.items))
 
 
 class StoredResponses:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["Request", "SamplingParams", "Scores", "NEUTRAL"]
+__all__ = ["Request", "SamplingParams", "Scores", "NEUTRAL", "WITHOUT_ADAPTERS"]
+
+WITHOUT_ADAPTERS = -1
+"""In the place of a policy version: the base, in an engine that holds adapters beside it."""
 
 NEUTRAL: dict[str, tuple[float, ...]] = {
     "top_p": (1.0,),
@@ -72,7 +75,8 @@ class Request:
     number: int = 0
     """The request's place among those of its sampling client, from 1; 0: it has none. No answer depends on it."""
     adapter: int | None = None
-    """The policy version whose adapters answer it, in an engine that holds several; None: the engine's weights do."""
+    """The policy version whose adapters answer it, in an engine that holds several, or `WITHOUT_ADAPTERS`. None: the
+    engine's weights do, in an engine without slots."""
 
 
 class Scores(list):

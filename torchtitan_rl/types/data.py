@@ -48,11 +48,12 @@ class Completion:
     logprobs: list[float]
     """Sampling log-probability of each token: under the sampling distribution, after temperature."""
     policy_versions: list[int]
-    """The policy version that sampled each token."""
+    """The policy version that sampled each token; `WITHOUT_ADAPTERS` (-1): the base did."""
     finish_reason: str
     """`"stop"` (a stop token or string) or `"length"` (the token limit)."""
     filtered: str = ""
-    """The settings (`SamplingParams.altered`) that altered the policy's distribution; training refuses such tokens."""
+    """The settings (`SamplingParams.altered`) that altered the policy's distribution, or that the base sampled:
+    training refuses such tokens."""
     routed_experts: torch.Tensor | None = None
     """(tokens, layers, K), see `Routing.experts`: of the prompt and of every sampled token but the last, which nothing
     has read. None: the generator does not record them (`generator.record_routing`)."""

@@ -62,6 +62,8 @@ def _refusals(config: RunConfig, generators_only: bool) -> Iterator[str]:
         for name, value in changes(settings).items() if settings is not None else ():
             if name in _NO_SETTING:
                 yield f"{where}.{name}={value}: backend='tinker' has no such setting; leave it out"
+    if slots := config.generator.max_adapters:
+        yield f"generator.max_adapters={slots}: backend='tinker' has no engines here; use 0"
     for name in ("converters", "post_optimizer_build_fn"):
         if getattr(trainer, name):
             yield f"trainer.{name}: backend='tinker' builds no model here; leave it out"

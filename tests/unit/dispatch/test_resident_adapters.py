@@ -8,7 +8,7 @@ from tests.kit.replicas import Config, Mesh, Weights, sample_all, settle
 from torchtitan_rl.dispatch.resident_adapters import ResidentAdapters
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.dispatch.versions import PolicyVersions
-from torchtitan_rl.types import Completion, SamplingParams
+from torchtitan_rl.types import WITHOUT_ADAPTERS, Completion, SamplingParams
 
 
 def test_a_version_that_is_held_keeps_its_slot():
@@ -63,7 +63,8 @@ class SlotMesh(Mesh):
         return 0.1
 
     def _answer(self, request):
-        assert request.adapter in self.slots.values(), "the adapters of a request are not in the engine"
+        known = [WITHOUT_ADAPTERS, *self.slots.values()]
+        assert request.adapter in known, "the adapters of a request are not in the engine"
         return Completion(tokens=request.tokens, logprobs=[], policy_versions=[request.adapter], finish_reason="stop")
 
 
@@ -108,6 +109,27 @@ async def test_new_adapters_wait_while_every_slot_is_held_and_requests_keep_thei
     assert await asyncio.wait_for(third, 5) == 3
     assert (await sample_all(client, [[7]], policy_version=1))[0].policy_versions == [1]
     assert mesh.loaded == [1, 2, 3, 1], "version 1 had given its slot away"
+
+
+async def test_the_base_answers_while_every_slot_is_held_and_its_completions_are_marked():
+    mesh, versions, client = client_with_slots(2)
+    (early,) = await sample_all(client, [[5]], policy_version=WITHOUT_ADAPTERS)
+    assert "hold no weights yet" in str(early)
+    mesh.held_up = asyncio.Event()
+    waiting = []
+    for version in (1, 2):
+        await client.pull_newest()
+        waiting.append(asyncio.ensure_future(sample_all(client, [[version]])))
+        await settle()
+    waiting.append(asyncio.ensure_future(client.pull_newest()))
+    waiting.append(asyncio.ensure_future(sample_all(client, [[7], [8]], policy_version=WITHOUT_ADAPTERS)))
+    await settle()
+    assert not waiting[2].done() and len(mesh.sampled) == 4, "the base waits for no slot"
+    mesh.held_up.set()
+    *_, of_base = await asyncio.wait_for(asyncio.gather(*waiting), 5)
+    assert [c.policy_versions for c in of_base] == [[WITHOUT_ADAPTERS]] * 2 and mesh.loaded == [1, 2, 3]
+    assert {c.filtered for c in of_base} == {"policy_version=-1"}, "training refuses them"
+    assert client.in_flight() == [0] and client._router.loads == [0]
 
 
 async def test_adapters_that_are_refused_are_an_error_of_their_requests_alone():

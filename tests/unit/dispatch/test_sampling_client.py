@@ -8,7 +8,7 @@ from tests.kit.replicas import Mesh, Weights, client_of, died, sample_all, settl
 from torchtitan_rl.dispatch.replica import ReplicaLost
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.dispatch.versions import OneVersion
-from torchtitan_rl.types import SamplingParams
+from torchtitan_rl.types import WITHOUT_ADAPTERS, SamplingParams
 
 
 async def test_requests_of_a_lost_replica_are_sent_to_the_others_once_and_its_versions_are_released(caplog):
@@ -336,6 +336,8 @@ async def test_weights_of_a_directory_are_one_version_and_another_is_refused():
     (other,) = await sample_all(client, [[1]], policy_version=3)
     assert isinstance(other, ValueError)
     assert str(other).startswith("policy_version=3: is not published; these generators hold the weights of a directory")
+    (base,) = await sample_all(client, [[1]], policy_version=WITHOUT_ADAPTERS)
+    assert isinstance(base, ValueError) and "hold no adapters beside one; set generator.max_adapters" in str(base)
     meshes[0].broken["sample"] = died("generator-0", "sample")
     assert [answer.tokens for answer in await sample_all(client, [[1], [2]])] == [[1], [2]]
     await settle()

@@ -58,6 +58,31 @@ def test_commands_that_come_early_and_in_another_order_wait_until_they_are_due(f
     assert admitted(followed.next(5, 0, has_work=False)) == [] and followed.is_over
 
 
+def test_adapters_go_into_the_slot_of_the_record_and_requests_have_its_versions():
+    load, admission = entry(0, 0, version=5), entry(0, 0, 1, 2)
+    load.slot, admission.adapters = 1, [5, 4]
+    followed = FollowedSchedule([load, admission])
+    asked, loaded, later = add(2, 1), Future(), Future()
+    for _, one in asked[0].argument:
+        one.adapter = 3
+    followed.receive(*asked)
+    followed.receive(Command("load_adapters", (5, 70)), [loaded])
+    followed.receive(Command("load_adapters", (6, 71)), [later])
+    assert followed.next(0, 0, has_work=False) == (Command("load_adapters", (6, 71)), [later]), "the record has it not"
+    assert followed.next(0, 0, has_work=False) == (Command("load_adapters", (5, 1), more=True), [loaded])
+    command, _ = received = followed.next(0, 0, has_work=False)
+    assert admitted(received) == [1, 2] and [one.adapter for _, one in command.argument] == [5, 4]
+
+
+def test_adapters_that_the_record_had_later_are_loaded_where_it_is_followed_no_further():
+    load = entry(4, 0, version=5)
+    load.slot = 1
+    followed = FollowedSchedule([load])
+    followed.receive(Command("load_adapters", (5, 70)), [waits := Future()])
+    assert admitted(followed.part("a test")) == []
+    assert followed.next(0, 0, has_work=False) == (Command("load_adapters", (5, 70), more=True), [waits])
+
+
 def test_requests_that_the_record_does_not_have_wait_for_its_end():
     followed = FollowedSchedule([entry(0, 0, 1), entry(1, 1, 2)])
     followed.receive(*add(9, 1, 2))

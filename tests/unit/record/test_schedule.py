@@ -14,7 +14,7 @@ from torchtitan_rl.record.schedule import (
     schedule_of,
     since,
 )
-from torchtitan_rl.types import Request, SamplingParams
+from torchtitan_rl.types import WITHOUT_ADAPTERS, Request, SamplingParams
 
 
 def request(seed, number=1):
@@ -34,6 +34,20 @@ def test_commands_are_read_back_and_a_line_that_a_kill_cut_off_is_left_out(tmp_p
     assert second.requests == [(1, request_key(request(7))), (2, request_key(request(8)))]
     assert (third.iteration, third.unfinished, third.tensors) == (5, 2, [])  # the names once
     assert second.version is None and 0 < first.at <= third.at
+
+
+def test_slots_of_adapters_and_the_version_of_each_request_are_read_back(tmp_path):
+    file = ScheduleFile(str(tmp_path), "generator-0")
+    requests = [request(7, number=1), request(8, number=2), request(9, number=3)]
+    for asked, version in zip(requests, (3, 3, WITHOUT_ADAPTERS)):
+        asked.adapter = version
+    file.loaded(0, 0, 3, "00000001", ["lora_a"], 1)
+    file.admitted(0, 0, requests)
+    file.close()
+    first, second = entries = list(read_schedule(file.path))
+    assert (first.slot, first.version, second.slot, second.adapters) == (1, 3, None, [3, 3, WITHOUT_ADAPTERS])
+    load, admission = since(entries, 2)
+    assert load.slot == 1 and admission.adapters == [WITHOUT_ADAPTERS] and admission.requests[0][0] == 3
 
 
 def test_a_damaged_line_is_named(tmp_path):

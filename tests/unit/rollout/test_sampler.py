@@ -10,7 +10,7 @@ from torchtitan_rl.rollout.failures import Failures
 from torchtitan_rl.rollout.group import run_group
 from torchtitan_rl.rollout.policy import single_turn
 from torchtitan_rl.rollout.sampler import AlteredForTraining
-from torchtitan_rl.types import SamplingParams, Task
+from torchtitan_rl.types import WITHOUT_ADAPTERS, SamplingParams, Task
 
 
 async def careful(task, policy, *, rollout_id, seed):
@@ -94,3 +94,15 @@ async def test_what_is_off_may_be_said():
     made = policy("ab", for_training=True)
     await made.complete([5], seed=0, top_p=1.0, top_k=0)
     assert len(made.generator.asked) == 1
+
+
+@pytest.mark.parametrize("asks", ["complete", "sample"])
+async def test_the_base_samples_nothing_that_trains(asks):
+    made = policy("ab", "cd", for_training=True)
+    with pytest.raises(AlteredForTraining, match=f"{asks}.policy_version=-1.: this rollout is to train"):
+        if asks == "complete":
+            await dataclasses.replace(made, policy_version=WITHOUT_ADAPTERS).complete([5], seed=0)
+        else:
+            await made.sampler.sample([5], SamplingParams(max_tokens=4), policy_version=WITHOUT_ADAPTERS)
+    assert not made.generator.asked
+    await made.generator.sample([5], SamplingParams(max_tokens=4), policy_version=WITHOUT_ADAPTERS)  # not a turn

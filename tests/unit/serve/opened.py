@@ -54,10 +54,12 @@ def client(base_url, api_key="none"):
 
 
 @asynccontextmanager
-async def served(*texts, versions=(), api_key="", tool_parser="", ignored=(), **settings):
+async def served(*texts, versions=(), no_base=None, api_key="", tool_parser="", ignored=(), **settings):
     """(gateway, SDK's client without a session, the scripted sampler)."""
     made = policy(*texts, tokenizer=BYTES, max_tokens=64, **settings)
     door = Served(name="policy", policy=made, versions=lambda: list(versions), tool_parser=tool_parser, ignored=ignored)
+    if no_base is not None:
+        door.no_base = no_base
     async with Gateway(context_tokens=512, served=door, api_key=api_key) as gateway:
         async with client(f"{gateway.url}/v1", api_key or "none") as sdk:
             yield gateway, sdk, made.generator

@@ -11,6 +11,7 @@ from tests.unit.serve.opened import ADD, END, client, served, session, user
 from torchtitan_rl.rollout.agent import SessionLimits
 from torchtitan_rl.serve.keys import check_key, is_loopback, read_key
 from torchtitan_rl.serve.limits import Rate
+from torchtitan_rl.types import WITHOUT_ADAPTERS
 
 CHAT, TEXT = "chat/completions", "completions"
 ASKED = {"model": "policy", "messages": [{"role": "user", "content": "a"}]}
@@ -198,6 +199,29 @@ async def test_clients_without_a_session_choose_the_version_and_how_to_sample():
         with pytest.raises(openai.AuthenticationError):
             await client(f"{gateway.url}/v1", "other").models.list()
         assert not gateway.sessions
+
+
+async def test_the_base_has_a_name_where_adapters_are_beside_it():
+    async with served("a", versions=(4,), no_base="") as (_, sdk, sampler):
+        assert [model.id for model in (await sdk.models.list()).data] == ["policy", "base", "policy@4"]
+        assert (await sdk.models.retrieve("base")).id == "base"
+        answer = await sdk.chat.completions.create(model="base", messages=[user("a")])
+        assert answer.model == "base" and sampler.versions == [WITHOUT_ADAPTERS]
+        with pytest.raises(openai.NotFoundError, match="'base@4': is not served here; use policy or base or policy@4"):
+            await sdk.chat.completions.create(model="base@4", messages=[user("a")])
+    async with served("a") as (_, sdk, sampler):
+        assert [model.id for model in (await sdk.models.list()).data] == ["policy"]
+        with pytest.raises(openai.NotFoundError, match="model='base': .* no adapters beside a base; use the policy"):
+            await sdk.chat.completions.create(model="base", messages=[user("a")])
+        assert not sampler.asked
+
+
+@pytest.mark.parametrize("model", ["base", "policy@4"])
+async def test_a_session_has_the_turns_of_its_own_policy_alone(model):
+    async with session("a") as (opened, sdk, sampler):
+        with pytest.raises(openai.NotFoundError, match=f"'{model}': a session's turns may train.*use policy, or ask"):
+            await sdk.chat.completions.create(model=model, messages=[user("a")])
+        assert not sampler.asked and not opened.turns()
 
 
 def test_a_key_comes_from_a_file_or_the_environment_and_is_needed_elsewhere(tmp_path, monkeypatch):

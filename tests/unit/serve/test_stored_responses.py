@@ -6,7 +6,7 @@ from torchtitan_rl.serve.stored_responses import StoredResponse, StoredResponses
 
 
 def stored(name, text=""):
-    return StoredResponse({"id": name}, [{"role": "user", "content": text}])
+    return StoredResponse({"id": name}, [{"role": "user", "content": text}], [{"id": name}])
 
 
 def kept(responses, *names):
@@ -24,11 +24,12 @@ def test_the_least_recently_used_make_way():
 
 def test_bytes_are_of_the_response_and_of_its_whole_conversation():
     one = stored("a", "x" * 10)
-    assert one.num_bytes == len('{"id": "a"}') + len('[{"role": "user", "content": "xxxxxxxxxx"}]') == 54
-    responses = StoredResponses(10, 2 * 54)
+    message = '[{"role": "user", "content": "xxxxxxxxxx"}]'
+    assert one.num_bytes == len('{"id": "a"}') + len(message) + len('[{"id": "a"}]') == 67
+    responses = StoredResponses(10, 2 * 67)
     for name in "abc":
         responses.keep(stored(name, "x" * 10))
-    assert kept(responses, *"abc") == ["b", "c"] and responses.num_bytes == 108
+    assert kept(responses, *"abc") == ["b", "c"] and responses.num_bytes == 134
     responses.keep(stored("d", "x" * 200))
     assert kept(responses, *"abcd") == [] and responses.num_bytes == 0
 

@@ -17,9 +17,10 @@ from torchtitan_rl.rollout.ignored_parameters import RESPONSES_NOT_OFFERED
 from torchtitan_rl.serve.dialect import Fields, Translated, body_of, validated
 from torchtitan_rl.serve.errors import Refused, invalid
 from torchtitan_rl.serve.openai.requests import chat_request
-from torchtitan_rl.serve.stored_responses import StoredResponses
+from torchtitan_rl.serve.responses.items import identified, without_nulls
+from torchtitan_rl.serve.stored_responses import StoredResponse, StoredResponses
 
-__all__ = ["LOGPROBS", "ResponsesQuery", "responses_request"]
+__all__ = ["LOGPROBS", "ResponsesQuery", "count_request", "responses_request"]
 
 LOGPROBS = "message.output_text.logprobs"
 """What `include` may ask for: the log-probability of each sampled token."""
@@ -40,6 +41,14 @@ _FIELDS = Fields(
     ),
     refused=RESPONSES_NOT_OFFERED,
 )
+_OF_COUNT = Fields(
+    offered=frozenset(("model", "input", "instructions", "previous_response_id", "tools"))
+    | {"tool_choice", "parallel_tool_calls", "text", "reasoning"},
+    meaningless=frozenset(),
+    refused=RESPONSES_NOT_OFFERED,
+)
+_COUNTED = ("model", "messages", "tools")
+"""Parameters of chat completions that a prompt is made from."""
 _INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
 """Reasoning is never written, so there is none to encrypt; agents that keep no state ask for it always."""
 _TOOL_FIELDS = ("type", "name", "description", "parameters", "strict")
@@ -56,6 +65,8 @@ class ResponsesQuery(Translated):
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     """The conversation as messages of chat completions, without `instructions`."""
+    items: list[dict[str, Any]] = field(default_factory=list)
+    """The same as items with identities."""
 
 
 def responses_request(
@@ -63,12 +74,30 @@ def responses_request(
 ) -> tuple[ResponsesQuery, list[str]]:
     """A request for a response, which may go on from one of `stored`. Raises Refused (400) for a field that is not
     offered, for what is not of the form, and for a response that is not stored."""
+    return _request(_FIELDS, stored, body, ignored)
+
+
+def count_request(
+    stored: StoredResponses, body: bytes, ignored: Collection[str] = ()
+) -> tuple[ResponsesQuery, list[str]]:
+    """A request for the number of tokens of a prompt, as a chat completion with this prompt: where it has no input, of
+    a stored response's conversation alone. Raises Refused as `responses_request` does."""
+    return _request(_OF_COUNT, stored, body, ignored)
+
+
+def _request(
+    fields: Fields, stored: StoredResponses, body: bytes, ignored: Collection[str]
+) -> tuple[ResponsesQuery, list[str]]:
     whole = body_of(body)
     tools = _chat_tools(whole.get("tools") or [])
-    content, left_out = _FIELDS.checked(whole, ignored)
+    content, left_out = fields.checked(whole, ignored)
+    if fields is _OF_COUNT and "previous_response_id" in content:
+        content.setdefault("input", [])
     chat = {name: content[name] for name in _SAME if name in content}
     chat |= _chat_fields(content)
-    messages = _messages(content, stored)
+    earlier = _earlier(content.get("previous_response_id"), stored)
+    messages = _messages(content, [] if earlier is None else earlier.messages)
+    items = [] if earlier is None else [*earlier.items, *map(without_nulls, earlier.whole["output"])]
     # Items were read above, each by its own class: the union of all of them takes many times as long. Fields of chat
     # completions are read as those.
     request = validated(
@@ -78,9 +107,11 @@ def responses_request(
     chat["messages"] = system + messages
     if tools:
         chat["tools"] = tools
+    if fields is _OF_COUNT:
+        chat = {name: chat[name] for name in _COUNTED if name in chat}
     query, also_left_out = chat_request(chat, ignored)
     left_out += also_left_out
-    return ResponsesQuery(request, query, left_out, messages), left_out
+    return ResponsesQuery(request, query, left_out, messages, items + identified(content["input"])), left_out
 
 
 def _not_offered(place: str, why: str, mend: str = "leave it out") -> Refused:
@@ -167,20 +198,25 @@ def _chat_format(value: Any) -> Any:
 # The conversation.
 
 
-def _messages(content: dict[str, Any], stored: StoredResponses) -> list[dict[str, Any]]:
-    """The conversation of a request as messages of chat completions, without `instructions`."""
-    previous, history = content.get("previous_response_id"), []
-    if previous is not None:
-        earlier = stored.get(previous) if isinstance(previous, str) else None
-        if earlier is None:
-            raise invalid(
-                f"previous_response_id={str(previous)[:80]!r}: no such response is stored (store was false, it was "
-                f"deleted, or it made way: the last {stored.max_responses} are kept, of {stored.max_bytes} bytes in "
-                "all); send its items back in input",
-                "previous_response_id",
-                "previous_response_not_found",
-            )
-        history = earlier.messages
+def _earlier(previous: Any, stored: StoredResponses) -> StoredResponse | None:
+    """The response that a request goes on from; None: it begins a conversation. Raises Refused for one that is not
+    stored."""
+    if previous is None:
+        return None
+    earlier = stored.get(previous) if isinstance(previous, str) else None
+    if earlier is None:
+        raise invalid(
+            f"previous_response_id={str(previous)[:80]!r}: no such response is stored (store was false, it was "
+            f"deleted, or it made way: the last {stored.max_responses} are kept, of {stored.max_bytes} bytes in "
+            "all); send its items back in input",
+            "previous_response_id",
+            "previous_response_not_found",
+        )
+    return earlier
+
+
+def _messages(content: dict[str, Any], history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The conversation of a request as messages of chat completions, without `instructions`; `history` goes before."""
     items = content.get("input")
     if isinstance(items, str):
         return [*history, {"role": "user", "content": items}]

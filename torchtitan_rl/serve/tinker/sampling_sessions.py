@@ -19,7 +19,7 @@ from torchtitan_rl.serve.tinker.futures import Answer, Futures
 from torchtitan_rl.serve.tinker.samplers import Turns, Versions
 from torchtitan_rl.serve.tinker.saved_states import Checkpoints
 from torchtitan_rl.tasks.family import stream
-from torchtitan_rl.types import Completion, SamplingParams
+from torchtitan_rl.types import WITHOUT_ADAPTERS, Completion, SamplingParams
 
 __all__ = ["BASE_VERSION", "Generators", "Sampler", "Sampling"]
 
@@ -95,8 +95,8 @@ class Sampling:
             return BASE_VERSION
         _, directory = self._checkpoints.find(model_path, "sampler_weights")
         if model_path not in self._loaded:
-            # Versions of models are positive; those of checkpoints are counted below zero.
-            self._loaded[model_path] = -1 - len(self._loaded)
+            # Versions of models are positive; those of checkpoints are counted down.
+            self._loaded[model_path] = WITHOUT_ADAPTERS - 1 - len(self._loaded)
             self._versions.register(self._loaded[model_path], directory / "weights.safetensors")
         return self._loaded[model_path]
 

@@ -243,6 +243,11 @@ async def test_keys_versions_and_names_are_checked():
             answer = await http.post("/v1/messages", json=ask("a", model="x"), headers={"x-api-key": "secret"})
             assert (answer.status_code, answer.json()["error"]["type"]) == (404, "not_found_error")
             assert answer.json()["error"]["message"].startswith("model='x': is not served here")
+            answer = await http.post("/v1/messages", json=ask("a", model="base"), headers={"x-api-key": "secret"})
+            assert (answer.status_code, answer.json()["error"]["type"]) == (404, "not_found_error")
+            assert answer.json()["error"]["message"].startswith(
+                "model='base': the policy has no adapters beside a base"
+            )
             answer = await http.post(
                 "/v1/messages", content=b"{", headers={"x-api-key": "secret", "Content-Type": "application/json"}
             )

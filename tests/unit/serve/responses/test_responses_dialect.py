@@ -228,6 +228,70 @@ async def test_stored_responses_are_read_deleted_and_not_kept_where_nobody_wants
             await sdk.responses.retrieve(first.id, stream=True)
 
 
+async def test_the_items_of_a_response_are_those_of_its_whole_conversation():
+    async with session(CALLS, "7" + END, tool_parser="pythonic") as (_, sdk, _):
+        parts = [{"type": "input_text", "text": "c"}]
+        items = [user("a"), {"role": "assistant", "content": "b"}, {"type": "message", **user(parts)}]
+        first = await sdk.responses.create(model="policy", input=items, instructions="s", tools=[TOOL])
+        one, two = first.output
+        results = [{"type": "function_call_output", "call_id": call.call_id, "output": "3"} for call in (one, two)]
+        second = await sdk.responses.create(model="policy", input=results, previous_response_id=first.id, tools=[TOOL])
+        of_first = [item async for item in sdk.responses.input_items.list(first.id, order="asc")]
+        assert [(type(item).__name__, item.role, item.content[0].text) for item in of_first] == [
+            ("ResponseInputMessageItem", "user", "a"),
+            ("ResponseOutputMessage", "assistant", "b"),
+            ("ResponseInputMessageItem", "user", "c"),
+        ]
+        of_second = [item async for item in sdk.responses.input_items.list(second.id, limit=2)]
+        assert [item.type for item in of_second] == [
+            *("function_call_output", "function_call_output", "function_call", "function_call", *["message"] * 3)
+        ]
+        assert [item.id for item in of_second[:1:-1]] == [item.id for item in [*of_first, one, two]]
+        assert [item.call_id for item in of_second[3:1:-1]] == [one.call_id, two.call_id]
+        assert all(type(item).__name__ != "BaseModel" and item.id for item in of_second)
+        page = await sdk.responses.input_items.list(second.id, limit=2, order="asc", after=of_first[0].id)
+        assert [item.id for item in page.data] == [item.id for item in of_first[1:]] and page.has_more
+        for more, begin in (
+            ({"after": "x"}, "after='x': is no item of this response"),
+            ({"limit": 0}, "limit='0': is no number from 1 to 100"),
+            ({"limit": 10**12}, "limit='1000000000000': is no number"),
+            ({"order": "up"}, "order='up': is neither asc nor desc"),
+            ({"include": ["file_search_call.results"]}, "include[]: is not offered: items come whole"),
+        ):
+            with pytest.raises(openai.BadRequestError) as refused:
+                await sdk.responses.input_items.list(second.id, **more)
+            assert refused.value.body["message"].startswith(begin) and begin.startswith(refused.value.param)
+        with pytest.raises(openai.NotFoundError, match="Response with id 'resp_x' not found."):
+            await sdk.responses.input_items.list("resp_x")
+
+
+async def test_a_prompt_is_counted_before_it_is_asked_for():
+    async with session("hi" + END, "ok" + END) as (opened, sdk, sampler):
+        asked = {"model": "policy", "input": "a", "instructions": "s", "tools": [TOOL]}
+        form = {"format": {"type": "json_object"}}
+        counted = await sdk.responses.input_tokens.count(**asked, text=form, tool_choice="required")
+        assert counted.object == "response.input_tokens" and not sampler.asked
+        first = await sdk.responses.create(**asked)
+        assert counted.input_tokens == first.usage.input_tokens
+        more = {"previous_response_id": first.id, "instructions": "s", "tools": [TOOL]}
+        alone = await sdk.responses.input_tokens.count(**more)
+        counted = await sdk.responses.input_tokens.count(**more, input="b")
+        second = await sdk.responses.create(model="policy", **more, input="b")
+        assert first.usage.total_tokens < alone.input_tokens < counted.input_tokens == second.usage.input_tokens
+        assert len(opened.turns()) == 2
+        for wrong, begin in (
+            ({}, "input: is neither text nor a list"),
+            ({"input": "a", "truncation": "auto"}, "truncation: is not offered"),
+            ({"input": "a", "personality": "friendly"}, "personality: is not offered"),
+            ({"input": "a", "extra_body": {"max_output_tokens": 3}}, "max_output_tokens: is not offered"),
+            ({"input": "a", "previous_response_id": "resp_x"}, "previous_response_id='resp_x': no such response"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=begin):
+                await sdk.responses.input_tokens.count(**wrong)
+        with pytest.raises(openai.NotFoundError, match="model='x'"):
+            await sdk.responses.input_tokens.count(model="x", input="a")
+
+
 async def test_a_parameter_of_chat_completions_is_refused_by_its_reason_or_ignored():
     asked = {"model": "policy", "input": "a", "extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}
     async with served("a" + END) as (_, sdk, _):
@@ -419,7 +483,14 @@ async def test_keys_and_names_are_checked():
             assert (await http.post("/v1/responses", json=body)).status_code == 401
             assert (await http.get("/v1/responses/resp_x")).status_code == 401
             assert (await http.delete("/v1/responses/resp_x")).status_code == 401
+            assert (await http.get("/v1/responses/resp_x/input_items")).status_code == 401
+            assert (await http.post("/v1/responses/input_tokens", json=body)).status_code == 401
         made = await sdk.responses.create(**body)
         assert (await sdk.responses.retrieve(made.id)).output_text == "hi"
         with pytest.raises(openai.NotFoundError, match="model='x': is not served here"):
             await sdk.responses.create(model="x", input="a")
+        with pytest.raises(
+            openai.NotFoundError, match="model='base': the policy has no adapters beside a base"
+        ) as refused:
+            await sdk.responses.create(model="base", input="a")
+        assert (refused.value.code, refused.value.param) == ("model_not_found", "model")
