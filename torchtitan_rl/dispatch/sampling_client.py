@@ -13,6 +13,7 @@ import torch
 
 from torchtitan_rl.actors.operations import GeneratorOperations, Operation
 from torchtitan_rl.dispatch.placement import Placement
+from torchtitan_rl.dispatch.recorded_answers import RecordedAnswers
 from torchtitan_rl.dispatch.recorded_routes import RecordedRoutes
 from torchtitan_rl.dispatch.repair import Repair, TooManyRestarts, catch_up, end
 from torchtitan_rl.dispatch.replica import Replica, ReplicaLost, VersionRefused
@@ -89,6 +90,11 @@ class SamplingClient:
         self.num_requests = 0
         """The requests so far."""
         self._tasks: set[asyncio.Task] = set()
+        self._answers: RecordedAnswers | None = None
+
+    def answer_from(self, answers: RecordedAnswers) -> None:
+        """Answers by the record what a replay does not sample again."""
+        self._answers = answers
 
     def _new_replica(self, index: int, mesh: RoleMesh) -> Replica:
         on_load = partial(self._router.loaded, index)
@@ -200,7 +206,11 @@ class SamplingClient:
             )
         if not tokens:
             raise ValueError("prompt=[]: has no tokens; give at least one")
-        completion = await self._submit(Request(list(tokens), params), policy_version)
+        request = Request(list(tokens), params)
+        completion = None if self._answers is None else self._answers.take(request)
+        if completion is None:
+            completion = await self._submit(request, policy_version)
+        completion.seed = params.seed
         completion.filtered = ", ".join(f"{name}={value}" for name, value in params.altered().items())
         return completion
 

@@ -8,12 +8,15 @@ requests share a step, and which version samples a token, follow. So the command
 
     {"iteration": 0, "unfinished": 0, "version": 3, "weights": "9c04e1d2...", "tensors": ["norm", ...], "at": ...}
     {"iteration": 0, "unfinished": 0, "requests": [[1, "a81f09c24e7b5d60"], [2, "07d0cc1f9b8e2a34"]], "at": ...}
+    {"iteration": 9, "unfinished": 2, "version": 4, "weights": "...", "under_way": [[1, 17], [2, 21]], "temperature": 1}
+    {"iteration": 14, "unfinished": 1, "requests": [[3, "5f0e..."]], "ended": [[1, 22, 0]], "at": ...}
 
 `iteration` counts the engine's steps before the command, `unfinished` its requests. A request has its number in the
 order of the sampling client's requests, which a second replica's record repeats where the first was lost, and its
-`request_key`. `weights` are 8 hexadecimal digits a tensor, in the order of `tensors`, their names, which the first load
-has. The engine's own thread appends each command before it takes the next step, so a killed process leaves no step
-without its commands.
+`request_key`. A load says which requests were under way, `UnderWay`, and the next command which of these have ended
+since, so that a replay can begin at any load: `company`. `weights` are 8 hexadecimal digits a tensor, in the order of
+`tensors`, their names, which the first load has. The engine's own thread appends each command before it takes the next
+step, so a killed process leaves no step without its commands.
 """
 
 from __future__ import annotations
@@ -41,9 +44,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ENVIRONMENT",
+    "Companion",
     "Entry",
     "ScheduleFile",
     "Schedules",
+    "UnderWay",
+    "company",
     "digests",
     "engine_files",
     "environment",
@@ -53,6 +59,7 @@ __all__ = [
     "request_key",
     "schedule_of",
     "since",
+    "since_load",
     "write_environment",
 ]
 
@@ -78,6 +85,50 @@ class Entry:
     """`digests` of the loaded tensors."""
     tensors: list[str] = field(default_factory=list)
     """The names of the tensors, at the first load."""
+    under_way: list[list[int]] | None = None
+    """Of a load: the requests in the engine, as `UnderWay.row`; None: they were not recorded."""
+    temperature: float | None | list[float | None] = None
+    """Of the requests in `under_way`: one for all, or one each, as `UnderWay.temperature`."""
+    ended: list[list[int]] = field(default_factory=list)
+    """[number, tokens of prompt and completion, tokens of the prompt that the prefix cache had] of each request that
+    was under way at a load and has ended since the command before."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnderWay:
+    """A request that is in an engine while it loads weights, or that has ended in the step before and still has its row
+    in the batch."""
+
+    number: int
+    """The request's; 0: it has ended."""
+    num_tokens: int
+    """Of its prompt, and sampled so far."""
+    num_computed: int
+    """The tokens whose keys and values the cache has: all but the last one; 0: the request waits for its first step,
+    -1: for its next one, because the engine had taken its blocks of the cache from it."""
+    temperature: float | None
+    """None: it is scored, or drawn from an altered distribution."""
+
+    def row(self) -> list[int]:
+        """[number, tokens], and the computed ones where these are not all but the last."""
+        usual = self.num_computed == self.num_tokens - 1
+        return [self.number, self.num_tokens] if usual else [self.number, self.num_tokens, self.num_computed]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Companion:
+    """A request of a record that takes its part in the steps of a replay's engine and is not answered there: as many
+    tokens at every step as the recorded one had. What the tokens are changes nothing in the rows of others."""
+
+    num_tokens: int
+    """As of `UnderWay`, at the load; 0: a row that is free at the next step."""
+    num_computed: int
+    """The tokens whose keys and values it begins with: those that the prefix cache gave a request that waited."""
+    waits: bool
+    """Whether it is in the queue at the load, and has no row yet."""
+    num_left: int | None
+    """The tokens that it samples after the load; None: it has not ended in the record."""
+    temperature: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +142,8 @@ class Schedules:
     command is executed as it comes."""
     after_request: int = 0
     """Only what came after this many requests of the attempt is followed, see `since`."""
+    after_load: int | None = None
+    """Only what came from the load of this version on is followed, see `since_load`; None: all of it."""
     patience_s: float | None = None
     """Seconds for which an engine waits for a command that is due before it follows no further; None: forever, for a
     process that may stand at a breakpoint."""
@@ -102,6 +155,8 @@ class ScheduleFile:
     def __init__(self, directory: str, role: str) -> None:
         Path(directory).mkdir(parents=True, exist_ok=True)
         self._names_are_known = False
+        self._ended: list[list[int]] = []
+        """Those of `Entry.ended` of the next line."""
         number = 1
         while True:
             self.path = Path(directory) / f"{role}-{number}.jsonl"
@@ -115,13 +170,33 @@ class ScheduleFile:
         keys = [(request.number, request_key(request)) for request in requests]
         self._write({"iteration": iteration, "unfinished": unfinished, "requests": keys})
 
-    def loaded(self, iteration: int, unfinished: int, version: int, weights: str, names: Sequence[str]) -> None:
-        """`weights` are `digests`, `names` those of the tensors in order."""
+    def loaded(
+        self,
+        iteration: int,
+        unfinished: int,
+        version: int,
+        weights: str,
+        names: Sequence[str],
+        under_way: Sequence[UnderWay] = (),
+    ) -> None:
+        """`weights` are `digests`, `names` those of the tensors in order. `under_way` has the rows of the engine's
+        batch in order, and then the requests that wait in its queue."""
         names, self._names_are_known = [] if self._names_are_known else list(names), True
-        load = {"version": version, "weights": weights} | ({"tensors": names} if names else {})
+        load: dict[str, Any] = {"version": version, "weights": weights} | ({"tensors": names} if names else {})
+        load["under_way"] = [request.row() for request in under_way]
+        temperatures = [request.temperature for request in under_way if request.number]
+        if temperatures:
+            alike = len(set(temperatures)) == 1
+            load["temperature"] = temperatures[0] if alike else [request.temperature for request in under_way]
         self._write({"iteration": iteration, "unfinished": unfinished} | load)
 
+    def ended(self, number: int, num_tokens: int, num_cached: int) -> None:
+        """Notes the end of a request that was under way at a load, see `Entry.ended`."""
+        self._ended.append([number, num_tokens, num_cached])
+
     def _write(self, line: dict[str, Any]) -> None:
+        if self._ended:
+            line["ended"], self._ended = self._ended, []
         os.write(self._file, json_line(line | {"at": time.time_ns() // 1_000_000}))
 
     def close(self) -> None:
@@ -148,6 +223,8 @@ def digests(tensors: Mapping[str, torch.Tensor]) -> str:
 def followed_entries(file: Path, schedules: Schedules) -> list[Entry]:
     """The commands of an engine that a replay follows."""
     entries = list(read_schedule(file))
+    if schedules.after_load is not None:
+        return since_load(entries, schedules.after_load)
     return since(entries, schedules.after_request) if schedules.after_request else entries
 
 
@@ -166,6 +243,53 @@ def since(entries: Iterable[Entry], num_requests: int) -> list[Entry]:
     first = kept[0].iteration if kept else 0
     later = [replace(entry, iteration=entry.iteration - first) for entry in kept]
     return later if load is None else [replace(load, iteration=0, unfinished=0), *later]
+
+
+def since_load(entries: Sequence[Entry], version: int) -> list[Entry]:
+    """The commands of an engine from its load of a version on, with the steps counted from there. All of them, where
+    the engine began later; none, where it had ended."""
+    loads = [(number, entry.version) for number, entry in enumerate(entries) if entry.version is not None]
+    place = next((number for number, loaded in reversed(loads) if loaded == version), None)
+    if place is None:
+        return list(entries) if loads and loads[0][1] > version else []
+    first = entries[place].iteration
+    return [replace(entry, iteration=entry.iteration - first) for entry in entries[place:]]
+
+
+def company(entries: Sequence[Entry]) -> list[Companion]:
+    """The requests that were under way at the load that the entries begin with: those in the rows of the batch first,
+    in order. Raises ValueError for a request that nothing can take the place of, with what it is."""
+    if not entries or not entries[0].under_way:
+        return []
+    rows, of_rows = entries[0].under_way, entries[0].temperature
+    temperatures = of_rows if isinstance(of_rows, list) else [of_rows] * len(rows)
+    ended = {number: (tokens, cached) for entry in entries for number, tokens, cached in entry.ended}
+    companions = []
+    for (number, num_tokens, *computed), temperature in zip(rows, temperatures, strict=True):
+        num_computed = computed[0] if computed else num_tokens - 1
+        end, cached = ended.get(number, (None, 0))
+        waits = number != 0 and num_computed == 0
+        if number and (problem := _no_company(num_tokens, num_computed, temperature)):
+            raise ValueError(f"request {number} {problem}")
+        companions.append(
+            Companion(
+                num_tokens=num_tokens,
+                num_computed=cached if waits else num_computed,
+                waits=waits,
+                num_left=None if end is None else end - num_tokens,
+                temperature=temperature or 0.0,
+            )
+        )
+    return companions
+
+
+def _no_company(num_tokens: int, num_computed: int, temperature: float | None) -> str:
+    """Why nothing can take the place of a request under way; empty: something can."""
+    if temperature is None:
+        return "was scored, or drawn from an altered distribution"
+    if num_computed < 0:
+        return "waited for blocks of the cache, which generator.kv_cache_gib was too small for"
+    return "had a part of its prompt computed" if 0 < num_computed < num_tokens - 1 else ""
 
 
 def schedule_of(run: Path, attempt: int) -> Path:

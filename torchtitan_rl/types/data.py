@@ -51,6 +51,8 @@ class Completion:
     """The policy version that sampled each token."""
     finish_reason: str
     """`"stop"` (a stop token or string) or `"length"` (the token limit)."""
+    seed: int | None = None
+    """The stream that drew the tokens, `SamplingParams.seed`; None: the request named none."""
     filtered: str = ""
     """The settings (`SamplingParams.altered`) that altered the policy's distribution; training refuses such tokens."""
     routed_experts: torch.Tensor | None = None
