@@ -18,7 +18,10 @@ from torchtitan_rl.types import Request, SamplingParams
 
 pytestmark = [pytest.mark.whole, pytest.mark.usefixtures("forked")]
 
-LAG = ["--algorithm.max-policy-lag", "2", "--algorithm.batch-order", "finished", "--controller.num-steps", "5"]
+LAG = [
+    *("--algorithm.max-policy-lag", "2", "--algorithm.batch-order", "finished", "--controller.num-steps", "5"),
+    *("--sampling.max-tokens", "40", "--controller.checkpoint-every", "2"),  # so long that loads meet requests
+]
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +41,14 @@ def test_a_replay_in_one_process_is_the_run_to_the_last_bit_also_while_batches_a
     entries = [list(read_schedule(engine_files(schedule_of(path, 1))[0])) for path in (recorded, tmp_path / "replay")]
     was, is_now = ([(e.iteration, e.unfinished, e.version, e.weights) for e in of_run] for of_run in entries)
     assert len(is_now) > 8 and is_now == was[: len(is_now)]
+
+
+def test_a_replay_from_a_checkpoint_is_the_run_although_requests_were_under_way(recorded, tmp_path):
+    replayed = watched(["replay", str(recorded), "--from", "2", "--verify", "--backend", "local"], tmp_path / "replay")
+    assert "the same: 3 batches, 48 rollouts" in replayed.stdout
+    lines = RunDir(tmp_path / "replay").read_metrics()
+    assert [line["step"] for line in lines if line["phase"] == "reinforcement"] == [3, 4, 5]
+    assert [line["step"] for line in lines if line["phase"] == "evaluation"][0] == 2  # beside the checkpoint
 
 
 def test_bad_input_changes_nothing_on_disk(recorded, tmp_path, here):

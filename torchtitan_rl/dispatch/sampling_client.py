@@ -58,12 +58,13 @@ class SamplingClient:
         repair: Repair | None = None,
         routes: RecordedRoutes | None = None,
         num_adapter_slots: int = 0,
+        follows: bool = False,
     ):
         """`placement` gives generators their turns on shared devices; None: no role shares devices. `repair` replaces
         lost replicas; None: they stay lost. `routes`: a replay sends each request where it was; None: a router
         chooses. `num_adapter_slots`: versions of adapters that each engine serves side by side; 0: an engine serves one
-        version of whole weights."""
-        self._num_adapter_slots = num_adapter_slots
+        version of whole weights. `follows`: the engines follow a schedule."""
+        self._num_adapter_slots, self._follows = num_adapter_slots, follows
         self._versions, self._placement, self._repair = versions, placement, repair
         self._verify, self._max_model_len, self._timeout_s = verify, max_model_len, timeout_s
         self._router, self._routes = Router(len(replicas)), routes
@@ -98,7 +99,8 @@ class SamplingClient:
 
     def _new_replica(self, index: int, mesh: RoleMesh) -> Replica:
         on_load = partial(self._router.loaded, index)
-        return Replica(mesh, self._versions, self._verify, on_load, self._num_adapter_slots)
+        slots = self._num_adapter_slots
+        return Replica(mesh, self._versions, self._verify, on_load, slots, follows=self._follows)
 
     def _members(self) -> list[Replica]:
         """The replicas that have not left."""
