@@ -151,6 +151,10 @@ def check_company(config: RunConfig, first: int) -> None:
         problem = "generator.on_update='recompute' the new weights read all tokens of requests under way again"
     elif config.record.explain_mismatch_every:
         problem = "record.explain_mismatch_every the generators score rollouts, and scores are not recorded"
+    elif config.algorithm.asks_teacher:
+        problem = "self-distillation the generators score rollouts, and scores are not recorded"
+    elif config.algorithm.greedy_baseline:
+        problem = "algorithm.greedy_baseline there are greedy completions, which are not recorded"
     elif shape.experts is not None:
         problem = "a mixture of experts the rows of a batch change each other's rounding"
     elif shape.state_sizes:

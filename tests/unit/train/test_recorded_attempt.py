@@ -164,6 +164,7 @@ def test_a_replay_that_began_with_requests_under_way_is_refused(lagged):
         ("generator.on_update", "recompute", "the new weights read all tokens"),
         ("generator.async_scheduling", True, "a request that ends has a row of the next step too"),
         ("record.explain_mismatch_every", 2, "scores are not recorded"),
+        ("algorithm.greedy_baseline", True, "greedy completions, which are not recorded"),
         ("model.shape", MOE, "a mixture of experts"),
     ],
 )
