@@ -5,8 +5,8 @@ Where the record begins in the middle, at a load with requests under way, a comp
 after that load.
 
 Requests are recognised by `record.schedule.request_key`. Of equal requests the first to come is the first in the
-record. What the record does not have, such as requests that came to the recorded engine after its last step, waits
-until the engine is idle at the end of the record.
+record. What the record does not have, such as requests that came to the recorded engine after its last step, or loads
+that came to the others after it was killed, waits until the engine is idle at the end of the record.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class FollowedSchedule:
             self._entries[0] = replace(self._entries[0], unfinished=0)
         self._due_requests = Counter(key for entry in self._entries for _, key in entry.requests)
         self._due_loads = Counter(entry.version for entry in self._entries if entry.version is not None)
+        self._first_load = min(self._due_loads, default=None)
         self._has_loaded = self._has_ended = False
         self._requests: dict[str, deque[tuple[str, Request, Future]]] = defaultdict(deque)
         """By key, the requests that have come and are not admitted yet."""
@@ -67,11 +68,16 @@ class FollowedSchedule:
                 is_due = self._due_requests[key] > 0
                 self._due_requests[key] -= is_due
                 (self._requests[key] if is_due else self._unrecorded).append((request_id, request, future))
-        elif command.kind == "load" and self._due_loads[command.argument] > 0:
+        elif command.kind == "load" and self._is_of_record(command.argument):
             self._due_loads[command.argument] -= 1
             self._loads[command.argument].append(futures)
         else:
             self._at_once.append((command, futures))
+
+    def _is_of_record(self, version: int) -> bool:
+        """Whether a load is in the record, or would come after it."""
+        is_later = self._first_load is not None and version > self._first_load
+        return is_later or self._due_loads[version] > 0
 
     def next(self, iteration: int, unfinished: int, *, has_work: bool) -> _Received | None:
         """The command to execute now, an empty one where a step is due first; None: the command that is due has not

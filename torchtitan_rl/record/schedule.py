@@ -9,12 +9,12 @@ requests share a step, and which version samples a token, follow. So the command
     {"iteration": 0, "unfinished": 0, "version": 3, "weights": "9c04e1d2...", "tensors": ["norm", ...], "at": ...}
     {"iteration": 0, "unfinished": 0, "requests": [[1, "a81f09c24e7b5d60"], [2, "07d0cc1f9b8e2a34"]], "at": ...}
     {"iteration": 9, "unfinished": 2, "version": 4, "weights": "...", "under_way": [[1, 17], [2, 21]], "temperature": 1}
-    {"iteration": 14, "unfinished": 1, "requests": [[3, "5f0e..."]], "ended": [[1, 22, 0]], "at": ...}
+    {"ended": [1, 22, 0]}
 
 `iteration` counts the engine's steps before the command, `unfinished` its requests. A request has its number in the
 order of the sampling client's requests, which a second replica's record repeats where the first was lost, and its
-`request_key`. A load says which requests were under way, `UnderWay`, and the next command which of these have ended
-since, so that a replay can begin at any load: `company`. `weights` are 8 hexadecimal digits a tensor, in the order of
+`request_key`. A load says which requests were under way, `UnderWay`, and a line of its own says that one of these has
+ended, so that a replay can begin at any load: `company`. `weights` are 8 hexadecimal digits a tensor, in the order of
 `tensors`, their names, which the first load has. The engine's own thread appends each command before it takes the next
 step, so a killed process leaves no step without its commands.
 """
@@ -91,7 +91,7 @@ class Entry:
     """Of the requests in `under_way`: one for all, or one each, as `UnderWay.temperature`."""
     ended: list[list[int]] = field(default_factory=list)
     """[number, tokens of prompt and completion, tokens of the prompt that the prefix cache had] of each request that
-    was under way at a load and has ended since the command before."""
+    was under way at a load and has ended before the next command."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,8 +155,6 @@ class ScheduleFile:
     def __init__(self, directory: str, role: str) -> None:
         Path(directory).mkdir(parents=True, exist_ok=True)
         self._names_are_known = False
-        self._ended: list[list[int]] = []
-        """Those of `Entry.ended` of the next line."""
         number = 1
         while True:
             self.path = Path(directory) / f"{role}-{number}.jsonl"
@@ -191,12 +189,11 @@ class ScheduleFile:
         self._write({"iteration": iteration, "unfinished": unfinished} | load)
 
     def ended(self, number: int, num_tokens: int, num_cached: int) -> None:
-        """Notes the end of a request that was under way at a load, see `Entry.ended`."""
-        self._ended.append([number, num_tokens, num_cached])
+        """Notes the end of a request that was under way at a load, see `Entry.ended`: at once, for the record of an
+        engine that is killed."""
+        os.write(self._file, json_line({"ended": [number, num_tokens, num_cached]}))
 
     def _write(self, line: dict[str, Any]) -> None:
-        if self._ended:
-            line["ended"], self._ended = self._ended, []
         os.write(self._file, json_line(line | {"at": time.time_ns() // 1_000_000}))
 
     def close(self) -> None:
@@ -310,15 +307,24 @@ def _place(role: str) -> int:
 def read_schedule(file: Path) -> Iterator[Entry]:
     """The commands of an engine, in order; without a last line that a kill has cut off. Raises ValueError for a line
     that is damaged."""
+    entry: Entry | None = None
     for number, line in enumerate(file.read_text(encoding="utf-8").split("\n")[:-1], 1):
         try:
             fields = parsed(line)
+            if entry is not None and fields.keys() == {"ended"}:
+                entry.ended.append(fields["ended"])
+                continue
             fields["requests"] = [(n, key) for n, key in fields.get("requests", ())]
-            yield Entry(**fields)
+            following = Entry(**fields)
         except (ValueError, TypeError) as error:
             raise ValueError(
                 f"{file}, line {number}: is no command of an engine ({error}); put the file back as it was"
             ) from error
+        if entry is not None:
+            yield entry
+        entry = following
+    if entry is not None:
+        yield entry
 
 
 def environment(backend: str, *, shares_cores: bool) -> dict[str, Any]:

@@ -156,9 +156,9 @@ def check_company(config: RunConfig, first: int) -> None:
     elif config.algorithm.greedy_baseline:
         problem = "algorithm.greedy_baseline there are greedy completions, which are not recorded"
     elif shape.experts is not None:
-        problem = "a mixture of experts the rows of a batch change each other's rounding"
+        problem = "a mixture of experts each of them gets the tokens of all rows that choose it"
     elif shape.state_sizes:
-        problem = "layers that keep a state the engines cannot begin in the middle of a request"
+        problem = "layers that keep a state no request begins in its middle"
     elif schedules_ahead(config.generator, shape):
         problem = "generator.async_scheduling a request that ends has a row of the next step too"
     if problem:
