@@ -1,14 +1,16 @@
 """Runs at lag 2 with slow rewards and replicas that stop, are killed, join and leave: each is audited, replayed, and
 compared to the last bit.
 
-    .venv/bin/python -m benchmarks.replays [--seeds 0 1 2] [--local 3] [--steps 8] [--scale] [--output-dir DIR]
+    .venv/bin/python -m benchmarks.replays [--seeds 0 1 2] [--local 3] [--steps 8] [--scale] [--middle]
+        [--output-dir DIR]
 
 Every run is a short one of the quickstart's model. What happens to it is drawn with the seed: the order of batches, how
 long a reward waits, which replicas stand still (SIGSTOP) or are killed (SIGKILL), and when. The first `--local` runs
 have one replica, which is not killed, and are replayed in one process; the rest have two, and with `--scale` also one
-to three in turn; 40 steps give replicas the time to join. Prints a line per run; exit status 1 where a replay is not
-the run, or an audit finds something. Then the same config is run once more by itself and compared: a control, which is
-to differ.
+to three in turn; 40 steps give replicas the time to join. With `--middle` completions are longer, runs write
+checkpoints, and each is replayed from one of these, drawn with the seed, and not from its beginning. Prints a line per
+run; exit status 1 where a replay is not the run, or an audit finds something. Then the same config is run once more by
+itself and compared: a control, which is to differ.
 """
 
 from __future__ import annotations
@@ -119,10 +121,10 @@ async def stopped(pid: int, seconds: float) -> None:
         os.kill(pid, signal.SIGCONT)
 
 
-def replay(run: Path, *, backend: str) -> tuple[bool, str]:
-    """(whether the replay is the run, what `--verify` said)."""
+def replay(run: Path, *, backend: str, first: int = 0) -> tuple[bool, str]:
+    """(whether the replay is the run, what `--verify` said). It begins after step `first`."""
     command = [sys.executable, "-m", "torchtitan_rl.cli", "replay", str(run), "--verify", "--backend", backend]
-    command += ["--output-dir", f"{run}-replay"]
+    command += ["--output-dir", f"{run}-replay", "--from", str(first)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     lines = [line for line in (ended.stdout + ended.stderr).splitlines() if line.startswith(("the same", "differs"))]
     return ended.returncode == 0 and bool(lines), lines[-1] if lines else ended.stderr[-2000:]
@@ -144,6 +146,7 @@ def main() -> int:
     parser.add_argument("--local", type=int, default=3, help="runs that are replayed in one process")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--scale", action="store_true", help="replicas join and leave, too")
+    parser.add_argument("--middle", action="store_true", help="replayed from a checkpoint")
     parser.add_argument("--output-dir", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
@@ -153,13 +156,18 @@ def main() -> int:
             of_run = config(path, seed, replicas=1 if local else 2, steps=args.steps, draw=draw)
             if args.scale and not local:
                 of_run.generator.max_replica_restarts = 3  # the only replica may be the one that is killed
+            first = 0
+            if args.middle:
+                of_run.controller.checkpoint_every, of_run.controller.keep_last = 2, args.steps
+                of_run.sampling.max_tokens = 48
+                first = draw.randrange(2, args.steps, 2)
             done = asyncio.run(train(of_run, draw, kill=not local, scale=args.scale and not local))
             _, problems = audit(RunDir(path))
-            same, verdict = replay(path, backend="local" if local else "actors")
+            same, verdict = replay(path, backend="local" if local else "actors", first=first)
             failed += not same or bool(problems)
             print(
-                f"seed {seed}, {of_run.algorithm.batch_order}, {'local' if local else 'actors'}: {verdict}; "
-                f"audit: {problems[0] if problems else 'clean'}; "
+                f"seed {seed}, {of_run.algorithm.batch_order}, {'local' if local else 'actors'}, from {first}: "
+                f"{verdict}; audit: {problems[0] if problems else 'clean'}; "
                 f"{', '.join(done)}; {time.monotonic() - start:.0f} s",
                 flush=True,
             )

@@ -94,11 +94,12 @@ class Config:
     transport, verify = "store", True
 
 
-def client_of(num_replicas, repair=None):
+def client_of(num_replicas, repair=None, *, follows=False):
     meshes = [Mesh(f"generator-{i}") for i in range(num_replicas)]
     weights = Weights()
     versions = PolicyVersions(weights, weights, Config, None, one_host=True)
-    return meshes, versions, SamplingClient(meshes, versions, max_model_len=64, timeout_s=5, repair=repair)
+    client = SamplingClient(meshes, versions, max_model_len=64, timeout_s=5, repair=repair, follows=follows)
+    return meshes, versions, client
 
 
 async def sample_all(client, prompts, **named):

@@ -93,6 +93,7 @@ def _config(recorded: RecordedAttempt, output_dir: str) -> RunConfig:
     """The run's config, with as many threads as its processes had and with no cadence of the clock's."""
     from torchtitan_rl.config.recorded import recorded_config
     from torchtitan_rl.launch.threads import side_by_side
+    from torchtitan_rl.train.recorded_attempt import check_company
     from torchtitan_rl.train.start import dated
     from torchtitan_rl.validation.run import validate
 
@@ -110,6 +111,8 @@ def _config(recorded: RecordedAttempt, output_dir: str) -> RunConfig:
     generator = dataclasses.replace(config.generator, num_replicas=recorded.num_engines, num_spares=0)
     config = dataclasses.replace(config, generator=generator)
     validate(config)
+    if recorded.served is not None:
+        check_company(config, recorded.first)
     return config
 
 

@@ -46,9 +46,13 @@ class Replica:
         verify: bool,
         on_load: Callable[[], None] | None = None,
         num_adapter_slots: int = 0,
+        *,
+        follows: bool = False,
     ):
         """`on_load` is called after each load of weights. A load empties the engine's caches. `num_adapter_slots`: of
-        the engine; 0: it holds one version."""
+        the engine; 0: it holds one version. `follows`: the engine follows a schedule, and puts requests and loads in
+        the recorded order however early they come."""
+        self._follows = follows
         self._adapters = ResidentAdapters(num_adapter_slots) if num_adapter_slots else None
         self.mesh, self.versions, self.verify, self.on_load = mesh, versions, verify, on_load
         self.loaded_version: int | None = None
@@ -194,6 +198,11 @@ class Replica:
 
     @asynccontextmanager
     async def _serving(self, version: int | None):
+        if self._follows:  # a load that is under way may be due after this request, and waits for it in the engine
+            if self.lost is not None:
+                raise ReplicaLost(self.lost)
+            yield
+            return
         pinned = version is not None
         async with self._changed:
             await self._until(lambda: self._serves(version) or self._may_load(version))

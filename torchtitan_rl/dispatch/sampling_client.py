@@ -13,6 +13,7 @@ import torch
 
 from torchtitan_rl.actors.operations import GeneratorOperations, Operation
 from torchtitan_rl.dispatch.placement import Placement
+from torchtitan_rl.dispatch.recorded_answers import RecordedAnswers
 from torchtitan_rl.dispatch.recorded_routes import RecordedRoutes
 from torchtitan_rl.dispatch.repair import Repair, TooManyRestarts, catch_up, end
 from torchtitan_rl.dispatch.replica import Replica, ReplicaLost, VersionRefused
@@ -57,12 +58,13 @@ class SamplingClient:
         repair: Repair | None = None,
         routes: RecordedRoutes | None = None,
         num_adapter_slots: int = 0,
+        follows: bool = False,
     ):
         """`placement` gives generators their turns on shared devices; None: no role shares devices. `repair` replaces
         lost replicas; None: they stay lost. `routes`: a replay sends each request where it was; None: a router
         chooses. `num_adapter_slots`: versions of adapters that each engine serves side by side; 0: an engine serves one
-        version of whole weights."""
-        self._num_adapter_slots = num_adapter_slots
+        version of whole weights. `follows`: the engines follow a schedule."""
+        self._num_adapter_slots, self._follows = num_adapter_slots, follows
         self._versions, self._placement, self._repair = versions, placement, repair
         self._verify, self._max_model_len, self._timeout_s = verify, max_model_len, timeout_s
         self._router, self._routes = Router(len(replicas)), routes
@@ -89,10 +91,16 @@ class SamplingClient:
         self.num_requests = 0
         """The requests so far."""
         self._tasks: set[asyncio.Task] = set()
+        self._answers: RecordedAnswers | None = None
+
+    def answer_from(self, answers: RecordedAnswers) -> None:
+        """Answers by the record what a replay does not sample again."""
+        self._answers = answers
 
     def _new_replica(self, index: int, mesh: RoleMesh) -> Replica:
         on_load = partial(self._router.loaded, index)
-        return Replica(mesh, self._versions, self._verify, on_load, self._num_adapter_slots)
+        slots = self._num_adapter_slots
+        return Replica(mesh, self._versions, self._verify, on_load, slots, follows=self._follows)
 
     def _members(self) -> list[Replica]:
         """The replicas that have not left."""
@@ -205,7 +213,11 @@ class SamplingClient:
             )
         if not tokens:
             raise ValueError("prompt=[]: has no tokens; give at least one")
-        completion = await self._submit(Request(list(tokens), params), policy_version)
+        request = Request(list(tokens), params)
+        completion = None if self._answers is None else self._answers.take(request)
+        if completion is None:
+            completion = await self._submit(request, policy_version)
+        completion.seed = params.seed
         altered = params.altered() | ({"policy_version": policy_version} if policy_version == WITHOUT_ADAPTERS else {})
         completion.filtered = ", ".join(f"{name}={value}" for name, value in altered.items())
         return completion

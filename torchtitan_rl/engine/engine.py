@@ -38,9 +38,17 @@ from torchtitan_rl.engine.plan import whole_adapters, whole_parameters
 from torchtitan_rl.model.decoding import schedules_ahead
 from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.model.spec import build_spec
-from torchtitan_rl.record.schedule import ScheduleFile, Schedules, digests, followed_entries
+from torchtitan_rl.record.schedule import (
+    Companion,
+    ScheduleFile,
+    Schedules,
+    UnderWay,
+    company,
+    digests,
+    followed_entries,
+)
 from torchtitan_rl.record.tracing import span
-from torchtitan_rl.types import WITHOUT_ADAPTERS, Request
+from torchtitan_rl.types import WITHOUT_ADAPTERS, Request, SamplingParams
 
 __all__ = ["Engine"]
 
@@ -48,6 +56,9 @@ logger = logging.getLogger(__name__)
 
 _IDLE_WAIT_S = 0.5  # an idle rank 0 broadcasts this often, well within the collective's time limit
 _CLOSE_S = 60.0
+_COMPANION = -1
+_COMPANY_SALT = "company"
+"""Of the prefix cache, in which no other request is to find what stands for tokens of companions."""
 
 
 @dataclass(slots=True)
@@ -58,6 +69,9 @@ class _InFlight:
     future: Future | None
     """The caller's future; None on ranks other than 0."""
     top_k: int = 0  # `Request.top_k` of a scoring request
+    number: int = 0
+    """`Request.number`; that of a companion is `_COMPANION`."""
+    params: SamplingParams | None = None
 
 
 @dataclass(slots=True)
@@ -141,7 +155,8 @@ class Engine:
         if schedules is not None and self._leads:
             self._recording = ScheduleFile(schedules.directory, role)
             if file := schedules.followed.get(role):
-                self._followed = FollowedSchedule(followed_entries(Path(file), schedules))
+                entries = followed_entries(Path(file), schedules)
+                self._followed = FollowedSchedule(entries, [] if schedules.after_load is None else company(entries))
             self._patience_s = schedules.patience_s
         self._asleep: set[str] = set()
         """Of `"weights"` and `"kv_cache"`, what the device does not have."""
@@ -367,6 +382,8 @@ class Engine:
             self._add_all(command.argument, futures)
         elif command.kind == "load":
             self._update(command.argument, futures)
+        elif command.kind == "company":
+            self._join_company(command.argument)
         elif command.kind == "load_adapters":
             self._load_staged_adapters(command.argument, futures)
         elif command.kind == "sleep":
@@ -435,11 +452,18 @@ class Engine:
             engine_id = self._engine.add_request(request_id, prompt, engine_params(request, slot))
         except (ValueError, TypeError, VLLMClientError) as error:  # the request is at fault, not the engine
             return _refuse(future, request, error)
-        self._in_flight[request_id] = _InFlight(engine_id, [(0, version)], future, request.top_k)
+        self._in_flight[request_id] = _InFlight(
+            engine_id, [(0, version)], future, request.top_k, request.number, request.params
+        )
 
     def _finish(self, output: Any) -> None:
         """Answers the request of a finished `RequestOutput`."""
         request = self._in_flight.pop(output.request_id)
+        if request.number == _COMPANION:
+            return
+        if self._recording is not None and len(request.version_starts) > 1:
+            num_tokens = len(output.prompt_token_ids) + sum(len(sampled.token_ids) for sampled in output.outputs)
+            self._recording.ended(request.number, num_tokens, output.num_cached_tokens or 0)
         undefined = has_nan(output)
         self._cache_has_nan = self._cache_has_nan or undefined  # on every rank: their caches stay alike
         if request.future is None:
@@ -464,6 +488,47 @@ class Engine:
             num_tokens = len(output.prompt_token_ids) + len(sampled.tokens) - 1
             sampled.routed_experts = self.model.routing.read(blocks, num_tokens)
         request.future.set_result(sampled)
+
+    def _join_company(self, companions: list[Companion]) -> None:
+        """Takes the engine to where the recorded one was at the load that its schedule is followed from. One step gives
+        companions their rows of the batch, and frees the rows that were free; the next one is the first that counts."""
+        expected: dict[str, int] = {}
+        for waiting in (False, True):
+            for i, companion in enumerate(companions):
+                if companion.waits is waiting:
+                    request_id = f"company-{i}"
+                    self._add_companion(request_id, companion)
+                    if companion.num_tokens:
+                        expected[self._in_flight[request_id].engine_id] = companion.num_tokens
+            if not waiting and self._in_flight:
+                self._finish_all(self._engine.step())
+        joined = {
+            place.engine_id: place.num_tokens for place in vllm_internals.places(self._engine) if place.num_tokens
+        }
+        if joined != expected:
+            raise RuntimeError(
+                f"replay: {len(expected)} requests were under way at the checkpoint, and the engine has no place for "
+                "all of them; raise generator.kv_cache_gib in the config.json of a copy of the run"
+            )
+
+    def _add_companion(self, request_id: str, companion: Companion) -> None:
+        """Adds a request in the place of a recorded one: where that had a row, as it was one token before."""
+        before = 0 if companion.waits else 1
+        num_tokens = max(1, companion.num_tokens - before)
+        most = self._config.max_model_len - num_tokens
+        left = 1 if not companion.num_tokens else most if companion.num_left is None else companion.num_left + before
+        request = Request(
+            [0] * num_tokens,
+            SamplingParams(max_tokens=left, temperature=companion.temperature, seed=0, ignore_eos=True),
+            number=_COMPANION,
+        )
+        params = engine_params(request)
+        params.skip_reading_prefix_cache = True
+        prompt = tokens_input(request.tokens, cache_salt=_COMPANY_SALT)
+        engine_id = self._engine.add_request(request_id, prompt, params)
+        vllm_internals.begin_at(self._engine, engine_id, max(0, companion.num_computed - before))
+        starts = [(0, self.policy_version)]
+        self._in_flight[request_id] = _InFlight(engine_id, starts, None, number=_COMPANION, params=request.params)
 
     # The engine's thread: new weights.
 
@@ -492,7 +557,12 @@ class Engine:
             return
         if self._recording is not None:
             self._recording.loaded(
-                self._iteration, len(self._in_flight), version, self._digests.pop(version), sorted(tensors)
+                self._iteration,
+                len(self._in_flight),
+                version,
+                self._digests.pop(version),
+                sorted(tensors),
+                self._under_way() if has_requests else [],
             )
         self.policy_version, self._num_loads = version, self._num_loads + 1
         for request in self._in_flight.values():
@@ -506,6 +576,23 @@ class Engine:
             self.model.check_holds(tensors.items(), version)
         for future in futures:
             future.set_result(time.perf_counter() - began)
+
+    def _under_way(self) -> list[UnderWay]:
+        """The requests that go on after a load."""
+        of_engine = {request.engine_id: request for request in self._in_flight.values()}
+        under_way = []
+        for place in vllm_internals.places(self._engine):
+            request = of_engine.get(place.engine_id)
+            params = None if request is None else request.params
+            under_way.append(
+                UnderWay(
+                    number=0 if request is None else request.number,
+                    num_tokens=place.num_tokens,
+                    num_computed=-1 if place.preempted or request is None else place.num_computed,
+                    temperature=None if params is None or params.altered() else params.temperature,
+                )
+            )
+        return under_way
 
     def _load_staged_adapters(self, version_and_slot: tuple[int, int], futures: list[Future]) -> None:
         version, slot = version_and_slot
@@ -529,7 +616,7 @@ class Engine:
             self._adapters[version] = _Resident(slot, acts, f"adapters {self._num_loads}")
             if self._recording is not None:
                 at = self._iteration, len(self._in_flight)
-                self._recording.loaded(*at, version, recorded_digests, sorted(tensors), slot)
+                self._recording.loaded(*at, version, recorded_digests, sorted(tensors), slot=slot)
         for future in futures:
             future.set_result(ValueError(refusal) if refusal else time.perf_counter() - began)
 

@@ -1,20 +1,24 @@
 """A recorded schedule that an engine follows: commands are executed after as many steps as the record says, in its
 order, however early they come.
 
+Where the record begins in the middle, at a load with requests under way, a company takes the place of these requests
+after that load.
+
 Requests are recognised by `record.schedule.request_key`. Of equal requests the first to come is the first in the
-record. What the record does not have, such as requests that came to the recorded engine after its last step, waits
-until the engine is idle at the end of the record.
+record. What the record does not have, such as requests that came to the recorded engine after its last step, or loads
+that came to the others after it was killed, waits until the engine is idle at the end of the record.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 
 from torchtitan_rl.engine.command import Command
-from torchtitan_rl.record.schedule import Entry, request_key
+from torchtitan_rl.record.schedule import Companion, Entry, request_key
 from torchtitan_rl.types import Request
 
 __all__ = ["FollowedSchedule"]
@@ -27,11 +31,17 @@ _Received = tuple[Command, list[Future]]
 class FollowedSchedule:
     """Holds the commands that have come until they are due."""
 
-    def __init__(self, entries: Iterable[Entry]) -> None:
+    def __init__(self, entries: Iterable[Entry], company: Sequence[Companion] = ()) -> None:
+        """`company`: of the requests that were under way at the first of the entries, a load."""
         self._entries = deque(entries)
+        self._company = list(company)
+        """Until it has joined."""
+        if self._company:
+            self._entries[0] = replace(self._entries[0], unfinished=0)
         self._due_requests = Counter(key for entry in self._entries for _, key in entry.requests)
         self._due_loads = Counter(entry.version for entry in self._entries if entry.version is not None)
-        self._has_ended = False
+        self._first_load = min(self._due_loads, default=None)
+        self._has_loaded = self._has_ended = False
         self._requests: dict[str, deque[tuple[str, Request, Future]]] = defaultdict(deque)
         """By key, the requests that have come and are not admitted yet."""
         self._loads: dict[int, deque[_Received]] = defaultdict(deque)
@@ -58,11 +68,17 @@ class FollowedSchedule:
                 is_due = self._due_requests[key] > 0
                 self._due_requests[key] -= is_due
                 (self._requests[key] if is_due else self._unrecorded).append((request_id, request, future))
-        elif (version := _loaded_version(command)) is not None and self._due_loads[version] > 0:
+        elif (version := _loaded_version(command)) is not None and self._waits(command.kind, version):
             self._due_loads[version] -= 1
             self._loads[version].append((command, futures))
         else:
             self._at_once.append((command, futures))
+
+    def _waits(self, kind: str, version: int) -> bool:
+        """Whether a load is in the record, or would come after it. Adapters that the record does not have need not wait:
+        they change no others."""
+        is_later = kind == "load" and self._first_load is not None and version > self._first_load
+        return is_later or self._due_loads[version] > 0
 
     def next(self, iteration: int, unfinished: int, *, has_work: bool) -> _Received | None:
         """The command to execute now, an empty one where a step is due first; None: the command that is due has not
@@ -70,6 +86,9 @@ class FollowedSchedule:
         further."""
         if self._at_once:
             return self._at_once.popleft()
+        if self._company and self._has_loaded:
+            company, self._company = self._company, []
+            return Command("company", company, more=True), []
         if not self._entries:  # what comes now would share steps with requests of the record
             return (Command(), []) if has_work else self._released()
         entry = self._entries[0]
@@ -84,6 +103,7 @@ class FollowedSchedule:
             return None
         self._entries.popleft()
         if entry.version is not None:
+            self._has_loaded = True
             command, futures = self._loads[entry.version].popleft()
             argument = command.argument if entry.slot is None else (entry.version, entry.slot)
             return Command(command.kind, argument, more=True), futures

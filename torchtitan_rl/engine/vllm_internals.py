@@ -12,6 +12,8 @@ CPU) and V2 (`vllm/v1/worker/gpu/model_runner.py`). vLLM takes V2 where Triton r
 | `vllm_config.use_v2_model_runner`, `VLLM_USE_V2_MODEL_RUNNER` | selects the runner | as V1 |
 | `output_processor.request_states[...].detokenizer.output_token_ids` | tokens so far; above the runner | as V1 |
 | `engine_core.engine_core`: `batch_queue`, `scheduler.set_pause_state` | above the runner | as V1 |
+| `scheduler`: `running`, `waiting`; `requests[...]`: `num_computed_tokens` | above the runner | as V1 |
+| `runner.input_batch.req_ids` | the rows of the batch | the order of `scheduler.running` |
 | `engine_core.shutdown()`, `envs.disable_envs_cache()` | above the runner | as V1 |
 | `get_tp_group().broadcast_object`, `.cpu_group` | above the runner | as V1 |
 | `_CPUSHMDistributed.make_group_name` | replaced in `adapters.py`, CPU ranks | not used on a GPU |
@@ -41,6 +43,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm import LLMEngine, envs
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
     from torchtitan.protocols.model_spec import ModelSpec
@@ -53,6 +56,9 @@ __all__ = [
     "reload_weights",
     "drained",
     "num_sampled",
+    "Place",
+    "places",
+    "begin_at",
     "CacheGroup",
     "cache_group",
     "blocks",
@@ -119,6 +125,46 @@ def drained(engine: LLMEngine) -> list[Any]:
 def num_sampled(engine: LLMEngine, engine_id: str) -> int:
     """How many tokens of an unfinished request have been sampled."""
     return len(engine.output_processor.request_states[engine_id].detokenizer.output_token_ids)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where a request is in the engine, between two steps."""
+
+    engine_id: str
+    num_tokens: int = 0
+    """Of its prompt, and sampled so far; 0: it has ended, and has its row of the batch until the next step."""
+    num_computed: int = 0
+    """Those whose keys and values the cache has."""
+    preempted: bool = False
+    """Whether its blocks of the cache were taken from it."""
+
+
+def places(engine: LLMEngine) -> list[Place]:
+    """The rows of the next step's batch in order, and then the requests that wait in the queue."""
+    scheduler = engine.engine_core.engine_core.scheduler
+    rows = [request.request_id for request in scheduler.running]
+    if model_runner(engine) == "v1":
+        rows = list(runner(engine).input_batch.req_ids)
+    waiting = [request.request_id for request in scheduler.waiting]
+    requests = scheduler.requests
+    return [
+        Place(
+            engine_id=engine_id,
+            num_tokens=requests[engine_id].num_tokens,
+            num_computed=requests[engine_id].num_computed_tokens,
+            preempted=requests[engine_id].status == RequestStatus.PREEMPTED,
+        )
+        if engine_id in requests
+        else Place(engine_id=engine_id)
+        for engine_id in rows + [engine_id for engine_id in waiting if engine_id not in rows]
+    ]
+
+
+def begin_at(engine: LLMEngine, engine_id: str, num_computed: int) -> None:
+    """Makes a request that waits for its first step begin after so many tokens. Their keys and values are whatever its
+    blocks of the cache hold."""
+    engine.engine_core.engine_core.scheduler.requests[engine_id].num_computed_tokens = num_computed
 
 
 @dataclass(frozen=True, slots=True)

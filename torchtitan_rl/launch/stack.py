@@ -87,9 +87,10 @@ async def start_stack(config: RunConfig, launcher: MeshLauncher, model_dir: Path
         adapters_apart=config.generator.max_adapters > 0,
     )
     repair = None if placement else launcher.repair(config.generator)
-    routes = None if launcher.schedules is None else _routes(launcher.schedules)
-    follows = launcher.schedules is not None and bool(launcher.schedules.followed)
-    generator = _sampling_client(config, meshes["generator"], versions, placement, repair, routes, follows)
+    schedules = launcher.schedules
+    routes = None if schedules is None else _routes(schedules)
+    follows = schedules is not None and bool(schedules.followed)
+    generator = _sampling_client(config, meshes["generator"], versions, placement, repair, routes, follows=follows)
     replicas = None
     if launcher.takes_replicas and placement is None and routes is None:
         start_one = partial(_start_generator, config, launcher, model_dir)
@@ -132,7 +133,8 @@ def _sampling_client(
     placement: Placement | None,
     repair: Repair | None,
     routes: RecordedRoutes | None,
-    follows: bool,
+    *,
+    follows: bool = False,
 ) -> SamplingClient:
     """`follows`: the engines follow a record."""
     num_slots = config.generator.max_adapters
@@ -148,4 +150,5 @@ def _sampling_client(
         repair=repair,
         routes=routes,
         num_adapter_slots=num_slots,
+        follows=follows,
     )

@@ -19,7 +19,7 @@ Trained = tuple["Datum", Any]
 """A training sequence, and the policy's log-probability of each of its targets when it trained first, (T,)."""
 
 _OF_ROLLOUT = ("role", "text", "end_reason", "reward", "seconds", "masked")
-_OF_COMPLETION = ("finish_reason", "tokens", "logprobs", "policy_versions")
+_OF_COMPLETION = ("seed", "finish_reason", "tokens", "logprobs", "policy_versions")
 _PER_TOKEN = (
     *("advantages", "token_weights", "old_logprobs", "reference_logprobs", "teacher_logprobs"),
     *("values", "returns"),

@@ -11,12 +11,15 @@ adapters side by side (`generator.max_adapters`) a load names the slot, and an a
     {"iteration": 0, "unfinished": 0, "requests": [[1, "a81f09c24e7b5d60"], [2, "07d0cc1f9b8e2a34"]], "at": ...}
     {"iteration": 0, "unfinished": 0, "version": 3, "weights": ..., "tensors": [...], "slot": 1, "at": ...}
     {"iteration": 0, "unfinished": 0, "requests": [[1, "a81f09c24e7b5d60"], ...], "adapters": [3, ...], "at": ...}
+    {"iteration": 9, "unfinished": 2, "version": 4, "weights": "...", "under_way": [[1, 17], [2, 21]], "temperature": 1}
+    {"ended": [1, 22, 0]}
 
 `iteration` counts the engine's steps before the command, `unfinished` its requests. A request has its number in the
 order of the sampling client's requests, which a second replica's record repeats where the first was lost, and its
-`request_key`. `weights` are 8 hexadecimal digits a tensor, in the order of `tensors`, their names, which the first load
-has. The engine's own thread appends each command before it takes the next step, so a killed process leaves no step
-without its commands.
+`request_key`. A load says which requests were under way, `UnderWay`, and a line of its own says that one of these has
+ended, so that a replay can begin at any load: `company`. `weights` are 8 hexadecimal digits a tensor, in the order of
+`tensors`, their names, which the first load has. The engine's own thread appends each command before it takes the next
+step, so a killed process leaves no step without its commands.
 """
 
 from __future__ import annotations
@@ -44,9 +47,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ENVIRONMENT",
+    "Companion",
     "Entry",
     "ScheduleFile",
     "Schedules",
+    "UnderWay",
+    "company",
     "digests",
     "engine_files",
     "environment",
@@ -56,6 +62,7 @@ __all__ = [
     "request_key",
     "schedule_of",
     "since",
+    "since_load",
     "write_environment",
 ]
 
@@ -85,6 +92,50 @@ class Entry:
     """The slot into which adapters were loaded; None: the version is whole weights."""
     adapters: list[int] = field(default_factory=list)
     """`Request.adapter` of each request; empty: the engine has no slots."""
+    under_way: list[list[int]] | None = None
+    """Of a load: the requests in the engine, as `UnderWay.row`; None: they were not recorded."""
+    temperature: float | None | list[float | None] = None
+    """Of the requests in `under_way`: one for all, or one each, as `UnderWay.temperature`."""
+    ended: list[list[int]] = field(default_factory=list)
+    """[number, tokens of prompt and completion, tokens of the prompt that the prefix cache had] of each request that
+    was under way at a load and has ended before the next command."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnderWay:
+    """A request that is in an engine while it loads weights, or that has ended in the step before and still has its row
+    in the batch."""
+
+    number: int
+    """The request's; 0: it has ended."""
+    num_tokens: int
+    """Of its prompt, and sampled so far."""
+    num_computed: int
+    """The tokens whose keys and values the cache has: all but the last one; 0: the request waits for its first step,
+    -1: for its next one, because the engine had taken its blocks of the cache from it."""
+    temperature: float | None
+    """None: it is scored, or drawn from an altered distribution."""
+
+    def row(self) -> list[int]:
+        """[number, tokens], and the computed ones where these are not all but the last."""
+        usual = self.num_computed == self.num_tokens - 1
+        return [self.number, self.num_tokens] if usual else [self.number, self.num_tokens, self.num_computed]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Companion:
+    """A request of a record that takes its part in the steps of a replay's engine and is not answered there: as many
+    tokens at every step as the recorded one had. What the tokens are changes nothing in the rows of others."""
+
+    num_tokens: int
+    """As of `UnderWay`, at the load; 0: a row that is free at the next step."""
+    num_computed: int
+    """The tokens whose keys and values it begins with: those that the prefix cache gave a request that waited."""
+    waits: bool
+    """Whether it is in the queue at the load, and has no row yet."""
+    num_left: int | None
+    """The tokens that it samples after the load; None: it has not ended in the record."""
+    temperature: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,6 +149,8 @@ class Schedules:
     command is executed as it comes."""
     after_request: int = 0
     """Only what came after this many requests of the attempt is followed, see `since`."""
+    after_load: int | None = None
+    """Only what came from the load of this version on is followed, see `since_load`; None: all of it."""
     patience_s: float | None = None
     """Seconds for which an engine waits for a command that is due before it follows no further; None: forever, for a
     process that may stand at a breakpoint."""
@@ -125,13 +178,31 @@ class ScheduleFile:
         self._write({"iteration": iteration, "unfinished": unfinished} | admission)
 
     def loaded(
-        self, iteration: int, unfinished: int, version: int, weights: str, names: Sequence[str], slot: int | None = None
+        self,
+        iteration: int,
+        unfinished: int,
+        version: int,
+        weights: str,
+        names: Sequence[str],
+        under_way: Sequence[UnderWay] = (),
+        slot: int | None = None,
     ) -> None:
-        """`weights` are `digests`, `names` those of the tensors in order; `slot`: of adapters, None: whole weights."""
+        """`weights` are `digests`, `names` those of the tensors in order. `under_way` has the rows of the engine's
+        batch in order, and then the requests that wait in its queue. `slot`: of adapters, None: whole weights."""
         names, self._names_are_known = [] if self._names_are_known else list(names), True
         load: dict[str, Any] = {"version": version, "weights": weights} | ({"tensors": names} if names else {})
         load |= {} if slot is None else {"slot": slot}
+        load["under_way"] = [request.row() for request in under_way]
+        temperatures = [request.temperature for request in under_way if request.number]
+        if temperatures:
+            alike = len(set(temperatures)) == 1
+            load["temperature"] = temperatures[0] if alike else [request.temperature for request in under_way]
         self._write({"iteration": iteration, "unfinished": unfinished} | load)
+
+    def ended(self, number: int, num_tokens: int, num_cached: int) -> None:
+        """Notes the end of a request that was under way at a load, see `Entry.ended`: at once, for the record of an
+        engine that is killed."""
+        os.write(self._file, json_line({"ended": [number, num_tokens, num_cached]}))
 
     def _write(self, line: dict[str, Any]) -> None:
         os.write(self._file, json_line(line | {"at": time.time_ns() // 1_000_000}))
@@ -160,6 +231,8 @@ def digests(tensors: Mapping[str, torch.Tensor]) -> str:
 def followed_entries(file: Path, schedules: Schedules) -> list[Entry]:
     """The commands of an engine that a replay follows."""
     entries = list(read_schedule(file))
+    if schedules.after_load is not None:
+        return since_load(entries, schedules.after_load)
     return since(entries, schedules.after_request) if schedules.after_request else entries
 
 
@@ -183,6 +256,53 @@ def since(entries: Iterable[Entry], num_requests: int) -> list[Entry]:
     return followed if load is None else [replace(load, iteration=0, unfinished=0), *followed]
 
 
+def since_load(entries: Sequence[Entry], version: int) -> list[Entry]:
+    """The commands of an engine from its load of a version on, with the steps counted from there. All of them, where
+    the engine began later; none, where it had ended."""
+    loads = [(number, entry.version) for number, entry in enumerate(entries) if entry.version is not None]
+    place = next((number for number, loaded in reversed(loads) if loaded == version), None)
+    if place is None:
+        return list(entries) if loads and loads[0][1] > version else []
+    first = entries[place].iteration
+    return [replace(entry, iteration=entry.iteration - first) for entry in entries[place:]]
+
+
+def company(entries: Sequence[Entry]) -> list[Companion]:
+    """The requests that were under way at the load that the entries begin with: those in the rows of the batch first,
+    in order. Raises ValueError for a request that nothing can take the place of, with what it is."""
+    if not entries or not entries[0].under_way:
+        return []
+    rows, of_rows = entries[0].under_way, entries[0].temperature
+    temperatures = of_rows if isinstance(of_rows, list) else [of_rows] * len(rows)
+    ended = {number: (tokens, cached) for entry in entries for number, tokens, cached in entry.ended}
+    companions = []
+    for (number, num_tokens, *computed), temperature in zip(rows, temperatures, strict=True):
+        num_computed = computed[0] if computed else num_tokens - 1
+        end, cached = ended.get(number, (None, 0))
+        waits = number != 0 and num_computed == 0
+        if number and (problem := _no_company(num_tokens, num_computed, temperature)):
+            raise ValueError(f"request {number} {problem}")
+        companions.append(
+            Companion(
+                num_tokens=num_tokens,
+                num_computed=cached if waits else num_computed,
+                waits=waits,
+                num_left=None if end is None else end - num_tokens,
+                temperature=temperature or 0.0,
+            )
+        )
+    return companions
+
+
+def _no_company(num_tokens: int, num_computed: int, temperature: float | None) -> str:
+    """Why nothing can take the place of a request under way; empty: something can."""
+    if temperature is None:
+        return "was scored, or drawn from an altered distribution"
+    if num_computed < 0:
+        return "waited for blocks of the cache, which generator.kv_cache_gib was too small for"
+    return "had a part of its prompt computed" if 0 < num_computed < num_tokens - 1 else ""
+
+
 def schedule_of(run: Path, attempt: int) -> Path:
     """The directory of an attempt's schedule."""
     return run / "schedule" / f"attempt-{attempt}"
@@ -201,15 +321,24 @@ def _place(role: str) -> int:
 def read_schedule(file: Path) -> Iterator[Entry]:
     """The commands of an engine, in order; without a last line that a kill has cut off. Raises ValueError for a line
     that is damaged."""
+    entry: Entry | None = None
     for number, line in enumerate(file.read_text(encoding="utf-8").split("\n")[:-1], 1):
         try:
             fields = parsed(line)
+            if entry is not None and fields.keys() == {"ended"}:
+                entry.ended.append(fields["ended"])
+                continue
             fields["requests"] = [(n, key) for n, key in fields.get("requests", ())]
-            yield Entry(**fields)
+            following = Entry(**fields)
         except (ValueError, TypeError) as error:
             raise ValueError(
                 f"{file}, line {number}: is no command of an engine ({error}); put the file back as it was"
             ) from error
+        if entry is not None:
+            yield entry
+        entry = following
+    if entry is not None:
+        yield entry
 
 
 def environment(backend: str, *, shares_cores: bool) -> dict[str, Any]:

@@ -23,6 +23,7 @@ TURN = pa.struct(
         "reward": _FLOAT,
         "num_prompt_tokens": _INT,
         "extends": _INT,
+        "seed": pa.int64(),
         "finish_reason": _TEXT,
         "tokens": pa.list_(_INT),
         "logprobs": pa.list_(_FLOAT),

@@ -241,7 +241,8 @@ class Controller(AbstractAsyncContextManager):
         shares_cores = not (run_backend.in_this_process or absolute)
         launcher = run_backend.launcher(config, hosts, str(run_dir.path / "logs"), schedules)
         if schedules is not None:
-            write_environment(Path(schedules.directory), environment(backend, shares_cores=shares_cores))
+            here = environment(backend, shares_cores=shares_cores)
+            write_environment(Path(schedules.directory), here | {"after_load": schedules.after_load})
         with recorder.span("starting trainer, generators and store", expected_s=15, shown=True):
             async with stopped_on_failure(launcher, run_dir, recorder):
                 stack = await start(config, inputs, launcher, run_dir.path / "model", hf_weights)
@@ -256,6 +257,12 @@ class Controller(AbstractAsyncContextManager):
                     await resume.restore(resumption, config, state, stack.roles, controller.weights, controller.draws)
                     if controller.lagged is not None:
                         played = finished.read(checkpoint.finished_file(resumption.checkpoint))
+                        if recorded is not None and recorded.answers is not None:
+                            # The engines take the steps since the last load again, and what was asked in them is asked
+                            # again: also for groups and evaluations that had ended by the checkpoint.
+                            played = []
+                            state.make_due(["validation", *config.controller.eval_sets])
+                            stack.generator.answer_from(recorded.answers)
                         for note in controller.lagged.resume(state.draws, played):
                             recorder.record(Note(text=note))
                 elif hf_weights is None:

@@ -51,6 +51,8 @@ class Completion:
     """The policy version that sampled each token; `WITHOUT_ADAPTERS` (-1): the base did."""
     finish_reason: str
     """`"stop"` (a stop token or string) or `"length"` (the token limit)."""
+    seed: int | None = None
+    """The stream that drew the tokens, `SamplingParams.seed`; None: the request named none."""
     filtered: str = ""
     """The settings (`SamplingParams.altered`) that altered the policy's distribution, or that the base sampled:
     training refuses such tokens."""

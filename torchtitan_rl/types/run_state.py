@@ -64,6 +64,13 @@ class RunState:
         self.accuracies.setdefault(name, {})[str(step)] = result["accuracy"]
         self.newest_evaluations[name] = {"step": step, "result": result}
 
+    def make_due(self, names: list[str]) -> None:
+        """Makes the evaluations of these names after the present step due again, where they were made or are due."""
+        made = [name for name in names if self.evaluation_now(name) is not None]
+        for name in made:
+            del self.newest_evaluations[name], self.accuracies[name][str(self.step)]
+        self.evaluations_due = [name for name in names if name in made or name in self.evaluations_due]
+
     def evaluation_now(self, name: str) -> dict | None:
         """The evaluation of a name after the present step, as plain data; None: it has not been made."""
         newest = self.newest_evaluations.get(name)

@@ -8,7 +8,7 @@ from tests.kit.replicas import Mesh, Weights, client_of, died, sample_all, settl
 from torchtitan_rl.dispatch.replica import ReplicaLost
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.dispatch.versions import OneVersion
-from torchtitan_rl.types import WITHOUT_ADAPTERS, SamplingParams
+from torchtitan_rl.types import WITHOUT_ADAPTERS, Completion, SamplingParams
 
 
 async def test_requests_of_a_lost_replica_are_sent_to_the_others_once_and_its_versions_are_released(caplog):
@@ -34,6 +34,43 @@ async def test_requests_of_a_lost_replica_are_sent_to_the_others_once_and_its_ve
     assert [r.message for r in caplog.records if r.levelname == "WARNING"] == [
         "a generator replica is lost, 2 left: generator-1-0.sample: its process died (killed); see its log"
     ]
+
+
+@pytest.mark.parametrize("named", [{}, {"policy_version": 1}])
+async def test_in_a_replay_a_request_overtakes_a_load_that_waits_for_it_in_the_engine(named):
+    """Of a rollout of several turns: its next turn comes before the load in the record, and after it here."""
+    (mesh,), versions, client = client_of(1, follows=True)
+    await client.pull(await versions.publish())
+    mesh.loading = asyncio.Event()
+    pull = asyncio.ensure_future(client.pull(await versions.publish()))
+    await settle()
+    (answer,) = await sample_all(client, [[7]], **named)
+    assert answer.policy_versions == [1] and not pull.done()
+    mesh.loading.set()
+    await asyncio.wait_for(pull, 5)
+    assert mesh.loaded == [1, 2]
+
+
+async def test_a_recorded_answer_is_given_once_and_no_engine_is_asked():
+    class Answers:
+        """Knows an answer to one prompt, once."""
+
+        def __init__(self):
+            self.prompts = [[5]]
+
+        def take(self, request):
+            if request.tokens in self.prompts:
+                self.prompts.remove(request.tokens)
+                return Completion(tokens=[9], logprobs=[-0.5], policy_versions=[0], finish_reason="stop")
+            return None
+
+    (mesh,), versions, client = client_of(1)
+    client.answer_from(Answers())
+    await client.pull(await versions.publish())
+    params = SamplingParams(max_tokens=4, seed=3)
+    answers = [await asyncio.wait_for(client.sample([5], params), 5) for _ in range(2)]
+    assert [(answer.tokens, answer.seed) for answer in answers] == [([9], 3), ([5], 3)]
+    assert mesh.sampled == [[5]]
 
 
 async def test_a_pull_does_not_wait_for_the_version_before_to_be_deleted_and_the_next_pull_does(monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 
 from torchtitan_rl.engine.command import Command
 from torchtitan_rl.engine.followed_schedule import FollowedSchedule
-from torchtitan_rl.record.schedule import Entry, request_key
+from torchtitan_rl.record.schedule import Companion, Entry, request_key
 from torchtitan_rl.types import Request, SamplingParams
 
 STEP = (Command(), [])
@@ -100,6 +100,32 @@ def test_an_engine_that_is_elsewhere_follows_no_further(followed, caplog, iterat
     assert admitted(followed.next(iteration, unfinished, has_work=has_work)) == [3, 9]
     assert followed.is_over
     assert f"at iteration {iteration} it has {unfinished} requests; the record has 2 at iteration 2" in caplog.text
+
+
+def test_a_load_that_came_after_the_engine_was_killed_waits_for_the_requests_that_it_has_answered():
+    followed, (before, first, later) = FollowedSchedule([entry(0, 0, version=3), entry(0, 0, 1)]), add(7, 8, 9)[1]
+    for version, future in ((2, before), (4, later), (3, first)):
+        followed.receive(Command("load", version), [future])
+    followed.receive(*add(1))
+    assert followed.next(0, 0, has_work=False) == (Command("load", 2), [before])  # before the record's first
+    assert followed.next(0, 0, has_work=False) == (Command("load", 3, more=True), [first])
+    assert admitted(followed.next(0, 0, has_work=False)) == [1]
+    assert followed.next(0, 1, has_work=True) == followed.next(5, 1, has_work=True) == STEP
+    assert admitted(followed.next(9, 0, has_work=False)) == [] and not followed.is_over
+    assert followed.next(9, 0, has_work=False) == (Command("load", 4, more=True), [later]) and followed.is_over
+
+
+def test_a_company_joins_after_the_first_load_and_before_all_else():
+    company = [Companion(num_tokens=9, num_computed=8, waits=False, num_left=3, temperature=1.0)] * 2
+    followed, load = FollowedSchedule([entry(0, 2, version=4), entry(0, 2, 1), entry(3, 1, 2)], company), Future()
+    followed.receive(*add(2, 1))
+    assert followed.next(0, 0, has_work=False) is None
+    followed.receive(Command("load", 4), [load])
+    assert followed.next(0, 0, has_work=False) == (Command("load", 4, more=True), [load])
+    assert followed.next(0, 0, has_work=False) == (Command("company", company, more=True), [])
+    assert admitted(followed.next(0, 2, has_work=True)) == [1]
+    assert followed.next(0, 3, has_work=True) == STEP
+    assert admitted(followed.next(3, 1, has_work=True)) == [2]
 
 
 def test_every_future_that_waits_is_known(followed):

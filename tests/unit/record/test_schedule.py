@@ -5,14 +5,18 @@ import torch
 
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.record.schedule import (
+    Companion,
     Entry,
     ScheduleFile,
+    UnderWay,
+    company,
     digests,
     engine_files,
     read_schedule,
     request_key,
     schedule_of,
     since,
+    since_load,
 )
 from torchtitan_rl.types import WITHOUT_ADAPTERS, Request, SamplingParams
 
@@ -41,7 +45,7 @@ def test_slots_of_adapters_and_the_version_of_each_request_are_read_back(tmp_pat
     requests = [request(7, number=1), request(8, number=2), request(9, number=3)]
     for asked, version in zip(requests, (3, 3, WITHOUT_ADAPTERS)):
         asked.adapter = version
-    file.loaded(0, 0, 3, "00000001", ["lora_a"], 1)
+    file.loaded(0, 0, 3, "00000001", ["lora_a"], slot=1)
     file.admitted(0, 0, requests)
     file.close()
     first, second = entries = list(read_schedule(file.path))
@@ -96,6 +100,65 @@ def test_what_came_before_a_checkpoint_is_left_out_but_for_the_last_load():
         (2, None, 1),
         (8, 5, 0),
     ]
+
+
+def under_way(number, num_tokens, num_computed, temperature=1.0):
+    return UnderWay(number=number, num_tokens=num_tokens, num_computed=num_computed, temperature=temperature)
+
+
+FREE = under_way(0, 0, -1, None)
+
+
+def entries_of(tmp_path, *requests):
+    """The commands from a load on, at which requests were under way; number 2 and 4 have ended by the next one."""
+    file = ScheduleFile(str(tmp_path), "generator-0")
+    file.admitted(0, 0, [request(7)])
+    file.loaded(5, 3, 4, "00000001", ["norm"], requests)
+    file.ended(2, 30, 0)
+    file.ended(4, 21, 16)
+    file.admitted(9, 2, [request(8)])
+    file.loaded(11, 3, 5, "00000002", [])
+    file.close()
+    return since_load(list(read_schedule(file.path)), 4)
+
+
+def companion(num_tokens, num_computed, num_left, *, waits=False, temperature=1.0):
+    return Companion(
+        num_tokens=num_tokens, num_computed=num_computed, waits=waits, num_left=num_left, temperature=temperature
+    )
+
+
+def test_the_requests_under_way_at_a_load_are_read_back_as_a_company(tmp_path):
+    entries = entries_of(tmp_path, under_way(2, 25, 24), FREE, under_way(3, 9, 8), under_way(4, 20, 0))
+    assert [(entry.iteration, entry.version) for entry in entries] == [(0, 4), (4, None), (6, 5)]
+    assert entries[0].temperature == 1.0 and entries[0].under_way == [[2, 25], [0, 0], [3, 9], [4, 20, 0]]
+    free, long = companion(0, -1, None), companion(9, 8, None)
+    assert company(entries) == [companion(25, 24, 5), free, long, companion(20, 16, 1, waits=True)]
+    assert company(entries[1:]) == company([]) == []
+
+
+def test_each_request_under_way_has_its_temperature(tmp_path):
+    entries = entries_of(tmp_path, under_way(2, 25, 24, 0.0), FREE, under_way(3, 9, 8))
+    assert entries[0].temperature == [0.0, None, 1.0]
+    assert [companion.temperature for companion in company(entries)] == [0.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("request_under_way", "message"),
+    [
+        (under_way(3, 9, 8, None), "request 3 was scored, or drawn from an altered distribution"),
+        (under_way(3, 9, -1), "request 3 waited for blocks of the cache, which generator.kv_cache_gib was too small"),
+        (under_way(3, 9, 4), "request 3 had a part of its prompt computed"),
+    ],
+)
+def test_what_nothing_can_take_the_place_of_is_named(tmp_path, request_under_way, message):
+    with pytest.raises(ValueError, match=message):
+        company(entries_of(tmp_path, under_way(2, 25, 24), request_under_way))
+
+
+def test_an_engine_that_began_later_is_followed_whole_and_one_that_had_ended_not_at_all(tmp_path):
+    entries = entries_of(tmp_path)
+    assert since_load(entries, 3) == entries and since_load(entries, 6) == []
 
 
 def test_a_schedule_that_has_changed_since_is_named(tmp_path):

@@ -32,3 +32,13 @@ def test_random_states_come_back_through_a_file():
     drawn = [random.random(), random.gauss(0, 1), numpy.random.rand(), float(torch.rand(()))]
     set_random_states(saved)
     assert [random.random(), random.gauss(0, 1), numpy.random.rand(), float(torch.rand(()))] == drawn
+
+
+def test_evaluations_of_the_present_step_are_due_again_whether_they_were_made_or_not():
+    state = RunState(seed=1, step=4, evaluations_due=["second"])
+    state.note_evaluation("first", 2, {"accuracy": 0.25})
+    state.note_evaluation("first", 4, {"accuracy": 0.5})
+    state.note_evaluation("third", 2, {"accuracy": 1.0})
+    state.make_due(["first", "second", "third"])
+    assert state.evaluations_due == ["first", "second"] and state.evaluation_now("first") is None
+    assert state.accuracies == {"first": {"2": 0.25}, "third": {"2": 1.0}}
