@@ -75,8 +75,8 @@ class FollowedSchedule:
             self._at_once.append((command, futures))
 
     def _waits(self, kind: str, version: int) -> bool:
-        """Whether a load is in the record, or would come after it. Adapters that the record does not have need not wait:
-        they change no others."""
+        """Whether a load is in the record, or would come after it. Adapters that the record does not have are loaded at
+        once: they change no others."""
         is_later = kind == "load" and self._first_load is not None and version > self._first_load
         return is_later or self._due_loads[version] > 0
 
