@@ -6,13 +6,14 @@ whose waiting threads spin slow each other many times."""
 
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 import torchtitan_rl  # noqa: F401
-from tests.kit.forks.server import SERVERS, forks, in_use
+from tests.kit.forks.server import SERVERS, await_imports, forks, in_use, variables_of
 
 settings.register_profile("any machine", deadline=None)  # 200 ms by default, which a busy machine takes now and then
 settings.load_profile("any machine")
@@ -52,6 +53,25 @@ def pytest_xdist_make_scheduler(config, log):
     return SharerScheduling(config, log)
 
 
+AWAITED = ("trainer", "generator")
+"""What is imported when the first test wants forks, before it begins."""
+SHARED = f"{SERVERS}_SHARED"
+"""The environment variable with the directory of a server that all processes of the tests share."""
+CLOSED_AT_THE_END = pytest.StashKey[ExitStack]()
+
+
+def pytest_configure(config):
+    """Where several processes share the tests, they share a server of forks: imports are made once."""
+    config.stash[CLOSED_AT_THE_END] = ExitStack()
+    is_one_of_them = hasattr(config, "workerinput")
+    if getattr(config.option, "numprocesses", None) and not is_one_of_them and os.environ.get(SERVERS) != "off":
+        os.environ[SHARED] = config.stash[CLOSED_AT_THE_END].enter_context(forks())[SERVERS]
+
+
+def pytest_unconfigure(config):
+    config.stash[CLOSED_AT_THE_END].close()
+
+
 @pytest.fixture(scope="session")
 def fork_server() -> Iterator[dict[str, str]]:
     """For `in_use`: the environment variables of a server of forks (`tests.kit.forks.server`). None with
@@ -60,9 +80,13 @@ def fork_server() -> Iterator[dict[str, str]]:
         with pytest.MonkeyPatch.context() as patch:
             patch.delenv(SERVERS)
             yield {}
-        return
-    with forks() as variables:
-        yield variables
+    elif directory := os.environ.get(SHARED):
+        for kind in AWAITED:
+            await_imports(f"{directory}/{kind}")
+        yield variables_of(directory)
+    else:
+        with forks(AWAITED) as variables:
+            yield variables
 
 
 @pytest.fixture(scope="module")

@@ -258,7 +258,7 @@ def test_a_run_publishes_adapters_and_serves_any_version(loop, tmp_path, layout)
 
 SMALL = """
 import sys
-sys.path.insert(0, {configs!r})
+sys.path.append({configs!r})
 import quickstart
 import torchtitan_rl.config as rl
 

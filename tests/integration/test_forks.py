@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -16,10 +17,15 @@ COMMAND = [sys.executable, "-m", "torchtitan_rl.cli"]
 
 
 @pytest.fixture(scope="module")
-def server(fork_server) -> psutil.Process:
-    if not fork_server:
-        pytest.skip(f"{SERVERS}=off")
-    (server,) = (p for p in psutil.Process().children() if "tests/kit/forks/server.py" in " ".join(p.cmdline()))
+def variables() -> Iterator[dict[str, str]]:
+    """Of a server that no other tests use: its forks are counted."""
+    with forks() as variables:
+        yield variables
+
+
+@pytest.fixture(scope="module")
+def server(variables) -> psutil.Process:
+    (server,) = (p for p in psutil.Process().children() if p.environ().get(SERVERS) == variables[SERVERS])
     return server
 
 
@@ -42,10 +48,10 @@ def waits(server: psutil.Process, tmp_path: Path) -> tuple[subprocess.Popen, psu
     return process, of_process.pop()
 
 
-def test_it_prints_and_ends_as_the_command_does(server, fork_server, tmp_path):
+def test_it_prints_and_ends_as_the_command_does(server, variables, tmp_path):
     answers = []
-    for variables in ({}, fork_server):
-        with in_use(variables):
+    for used in ({}, variables):
+        with in_use(used):
             answers += [
                 subprocess.run([*COMMAND, *words], cwd=ROOT, capture_output=True, text=True)
                 for words in (["show", "configs/quickstart.py"], ["train", "nowhere.py"])
@@ -56,8 +62,8 @@ def test_it_prints_and_ends_as_the_command_does(server, fork_server, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_neither_outlives_the_other(number, server, fork_server, tmp_path):
-    with in_use(fork_server):
+def test_neither_outlives_the_other(number, server, variables, tmp_path):
+    with in_use(variables):
         process, fork = waits(server, tmp_path)
         process.send_signal(number)
         assert gone(fork.pid) and process.wait(5) != 0
@@ -66,10 +72,10 @@ def test_neither_outlives_the_other(number, server, fork_server, tmp_path):
         assert process.wait(5) != 0 and gone(fork.pid)
 
 
-def test_a_process_with_other_variables_that_are_read_at_import_starts_by_itself(server, fork_server, tmp_path):
+def test_a_process_with_other_variables_that_are_read_at_import_starts_by_itself(server, variables, tmp_path):
     asks = tmp_path / "asks.py"
     asks.write_text("import os, torch\nprint(os.getppid(), torch.get_num_threads())\nraise SystemExit(3)\n")
-    with in_use(fork_server | {"OMP_NUM_THREADS": "1"}):
+    with in_use(variables | {"OMP_NUM_THREADS": "1"}):
         before = forks_of(server)
         process = subprocess.Popen([*COMMAND, "train", str(asks)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
         out, _ = process.communicate(timeout=60)
@@ -77,10 +83,8 @@ def test_a_process_with_other_variables_that_are_read_at_import_starts_by_itself
 
 
 def test_nothing_is_left_of_a_server(tmp_path):
-    with forks(awaited=()) as variables:
-        (server,) = (
-            p for p in psutil.Process().children() if variables["TORCHTITAN_RL_TEST_FORKS"] in str(p.environ())
-        )
+    with forks() as variables:
+        (server,) = (p for p in psutil.Process().children() if p.environ().get(SERVERS) == variables[SERVERS])
         with in_use(variables):
             process, fork = waits(server, tmp_path)
     assert process.wait(5) != 0 and gone(fork.pid) and not server.is_running()

@@ -8,12 +8,14 @@ from safetensors.torch import load_file, save_file
 
 from tests.integration.conftest import small_config
 from torchtitan_rl.train.controller import Controller
-from torchtitan_rl.types import OptimParams, SamplingParams
+from torchtitan_rl.types import WITHOUT_ADAPTERS, OptimParams, SamplingParams
 
 pytestmark = pytest.mark.whole
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 PROMPT = [20, 31, 27, 44, 14]
+OF_FILE = WITHOUT_ADAPTERS - 1
+"""A version that no trainer publishes, and that is not the base's."""
 
 
 @pytest.fixture(scope="module")
@@ -81,11 +83,11 @@ def test_a_damaged_file_fails_the_request_that_asks_for_it(loop, controller, tmp
         before = await _held_and_answers(controller)
 
         async def asked():
-            await controller.versions.publish_file(-1, file, "test")
+            await controller.versions.publish_file(OF_FILE, file, "test")
             try:
-                await controller.generator.sample(PROMPT, GREEDY, policy_version=-1)
+                await controller.generator.sample(PROMPT, GREEDY, policy_version=OF_FILE)
             finally:
-                await controller.versions.release(-1, "test")
+                await controller.versions.release(OF_FILE, "test")
 
         error = await _same_as_before(controller, before, asked())
         assert isinstance(error, ValueError) and said in str(error)

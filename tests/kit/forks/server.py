@@ -55,14 +55,19 @@ READ_AT_IMPORT = (*_OF_THREADS, "TORCHDYNAMO_", "PYTORCH_", "CUDA_", "HF_", "PYT
 of vLLM and of torch's compiler are read when they are needed; an engine in the process of the tests sets some."""
 
 
+def variables_of(directory: str) -> dict[str, str]:
+    """The environment variables with which processes begin as forks of the server of a directory."""
+    return {SERVERS: directory, "PYTHONPATH": str(HERE)}
+
+
 @contextmanager
-def forks(awaited: Sequence[str] = ("trainer", "generator")) -> Iterator[dict[str, str]]:
+def forks(awaited: Sequence[str] = ()) -> Iterator[dict[str, str]]:
     """The environment variables with which processes begin as forks of a server, which ends with the context. The
     imports of the kinds `awaited` are made at once, those of others when the first process of the kind starts."""
     from torchtitan_rl.environment import default_environment
 
     with tempfile.TemporaryDirectory(prefix="forks-") as directory:
-        variables = {SERVERS: directory, "PYTHONPATH": str(HERE)}
+        variables = variables_of(directory)
         environment = default_environment() | os.environ | {"OMP_DYNAMIC": "false"} | variables
         values = {name: value for name, value in environment.items() if name.startswith(READ_AT_IMPORT)}
         Path(directory, "environment.json").write_text(json.dumps({"prefixes": READ_AT_IMPORT, "values": values}))
