@@ -57,6 +57,6 @@ class RecordedAnswers:
         it does not, an engine waits for others in vain."""
         if not self._has_warned:
             self._has_warned = True
-            where = "neither in the schedule nor in the recorded rollouts; it waits for the end of the schedule"
+            problem = "neither in the schedule nor in the recorded rollouts; it waits for the end of the schedule"
             event = {"event": "replay_unrecorded"}
-            logger.warning("replay: a request of %d tokens is %s", len(request.tokens), where, extra=event)
+            logger.warning("replay: a request of %d tokens is %s", len(request.tokens), problem, extra=event)

@@ -145,7 +145,8 @@ def recorded_attempt(run: Path, *, first: int | None, last: int | None) -> Recor
 
 def check_company(config: RunConfig, first: int) -> None:
     """Raises ValueError for a config whose engines cannot go on from a checkpoint with requests under way."""
-    shape, where = resolve_shape(config.model), f"--from={first}: with algorithm.max_policy_lag above 0 and "
+    shape = resolve_shape(config.model)
+    setting = f"--from={first}: with algorithm.max_policy_lag above 0 and "
     problem = ""
     if config.generator.on_update == "recompute":
         problem = "generator.on_update='recompute' the new weights read all tokens of requests under way again"
@@ -165,7 +166,7 @@ def check_company(config: RunConfig, first: int) -> None:
         problem = "generator.async_scheduling a request that ends has a row of the next step too"
     if problem:
         raise ValueError(
-            f"{where}{problem}, which only a replay from the attempt's beginning repeats; leave --from out"
+            f"{setting}{problem}, which only a replay from the attempt's beginning repeats; leave --from out"
         )
 
 
@@ -187,30 +188,31 @@ def _answers(run_dir: RunDir, attempt: int, served: int, engines: list[Path], *,
     """The recorded answers to the requests that had begun before the engines loaded version `served`. `steps` are that
     of the checkpoint, and those of the batches in which the requests trained. Raises ValueError where the record does
     not have them, and where nothing can take the place of a request that was under way."""
-    where, schedules = f"--from={steps[0]}: ", [list(read_schedule(file)) for file in engines]
+    setting = f"--from={steps[0]}: "
+    schedules = [list(read_schedule(file)) for file in engines]
     if any(sum(entry.version == served for entry in entries) > 1 for entries in schedules):
         raise ValueError(
-            f"{where}version {served} was loaded twice, as a batch beside the checkpoint has changed nothing; give "
+            f"{setting}version {served} was loaded twice, as a batch beside the checkpoint has changed nothing; give "
             "another checkpoint"
         )
     followed = [since_load(entries, served) for entries in schedules]
     for entries in filter(None, followed):
         if entries[0].under_way is None:
             raise ValueError(
-                f"{where}the schedule does not say which requests were under way; runs record it from this version on"
+                f"{setting}the schedule does not say which requests were under way; runs record it from this version on"
             )
         try:
             company(entries)
         except ValueError as problem:
-            raise ValueError(f"{where}{problem}; give another checkpoint, or leave --from out") from problem
+            raise ValueError(f"{setting}{problem}; give another checkpoint, or leave --from out") from problem
     if not any(followed):
-        raise ValueError(f"{where}no engine has loaded version {served}; leave --from out")
+        raise ValueError(f"{setting}no engine has loaded version {served}; leave --from out")
     rollouts = []
     for record in run_dir.tables["rollouts"].read():
         if record["attempt"] == attempt and record["step"] in steps[1:]:
             if record.get("turns") is None:
                 raise ValueError(
-                    f"{where}requests were under way, and controller.record_tokens=False has kept no tokens of them; "
+                    f"{setting}requests were under way, and controller.record_tokens=False has kept no tokens of them; "
                     "leave --from out"
                 )
             rollouts.append(record)
