@@ -627,11 +627,11 @@ class Engine:
         if version in self._adapters:
             return self._adapters[version].slot
         while True:
-            needed = {request.version_starts[-1][1] for request in self._in_flight.values()}
-            kept = {resident.slot for version, resident in self._adapters.items() if version in needed}
+            versions_in_flight = {request.version_starts[-1][1] for request in self._in_flight.values()}
+            busy = {resident.slot for version, resident in self._adapters.items() if version in versions_in_flight}
             taken = [resident.slot for resident in self._adapters.values()]  # in the order of their loads
             by_age = [*(slot for slot in range(self._config.max_adapters) if slot not in taken), *taken]
-            if (slot := next((slot for slot in by_age if slot not in kept), None)) is not None:
+            if (slot := next((slot for slot in by_age if slot not in busy), None)) is not None:
                 return slot
             self._step()
 

@@ -107,8 +107,8 @@ def recorded_attempt(run: Path, *, first: int | None, last: int | None) -> Recor
         path, num_requests = run_dir.checkpoint_path(start), None
     if path is not None and (problem := "is missing" if not path.is_dir() else checkpoint.problem(path)):
         raise ValueError(f"checkpoint={str(path)!r}: {problem}; replay from another one, or put it back from a copy")
-    was = read_environment(schedule_of(run, number))
-    if was.get("after_load") is not None:
+    environment = read_environment(schedule_of(run, number))
+    if environment.get("after_load") is not None:
         raise ValueError(
             f"run={str(run)!r}: is a replay that began at a checkpoint with requests under way, and has no schedule of "
             "these; replay the run that it follows"
@@ -138,7 +138,7 @@ def recorded_attempt(run: Path, *, first: int | None, last: int | None) -> Recor
         num_engines=len(engines),
         served=served,
         answers=answers,
-        environment=was,
+        environment=environment,
         batches=list(slots.values()),
     )
 
