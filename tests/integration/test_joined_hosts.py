@@ -21,7 +21,7 @@ from tests.integration.test_resume import audited, counted
 from tests.kit.forks.server import in_use
 from torchtitan_rl.record.run_dir import RunDir
 
-pytestmark = [pytest.mark.whole, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.whole, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
 CONFIG = """
