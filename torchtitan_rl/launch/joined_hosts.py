@@ -119,6 +119,11 @@ class JoinedHosts:
             raise ValueError(f"hosts={worker}: has not joined this run (joined hosts: {joined}); only those may leave")
         await asyncio.shield(self._leave_once(index))
 
+    def close(self) -> None:
+        """The run ends: no host is waited for."""
+        for task in self._leaving.values():
+            task.cancel()
+
     def _leave_within(self, index: int, within_s: float) -> None:
         """The worker of a host has said, perhaps not for the first time, that the host leaves in so many seconds."""
         if index in self._launcher.hosts.joined:

@@ -30,7 +30,10 @@ async def scaled_on_request(replicas: Replicas | None, hosts: JoinedHosts | None
         yield
     finally:
         watch.cancel()
+        if hosts is not None:
+            hosts.close()
         replica_request.close(run)
+        await asyncio.wait([watch])
 
 
 async def _watch(replicas: Replicas | None, hosts: JoinedHosts | None, run: Path) -> None:
@@ -53,6 +56,7 @@ async def _watch(replicas: Replicas | None, hosts: JoinedHosts | None, run: Path
     finally:
         for task in tasks.values():
             task.cancel()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
 
 
 async def _problem(replicas: Replicas | None, hosts: JoinedHosts | None, request: ScaleRequest) -> str:
