@@ -85,7 +85,7 @@ class Run:
 
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(60)
+        return self.process.wait(120)
 
 
 def children_of(processes: list[psutil.Popen]) -> list[psutil.Process]:

@@ -383,8 +383,11 @@ class SamplingClient:
     async def leave(self, role: str, hurry: asyncio.Event | None = None) -> None:
         """Takes a healthy replica out of use: it gets no further request, and has left once it has answered those that
         it has. Until then it loads what is published, as the others do. Once `hurry` is set, it has left at once, and
-        others answer the rest. Raises RuntimeError where no other replica is healthy."""
-        index = next(index for index in self._healthy_indices if self._replicas[index].mesh.role == role)
+        others answer the rest. Raises RuntimeError for one that gets no requests, and where no other one does."""
+        indices = [index for index in self._healthy_indices if self._replicas[index].mesh.role == role]
+        if not indices:
+            raise RuntimeError(f"{role}: gets no requests, it leaves or is lost; look at `torchtitan-rl view`")
+        (index,) = indices
         if len(self._healthy_indices) == 1:
             raise RuntimeError(f"{role}: is the only healthy replica; it stays")
         replica = self._replicas[index]

@@ -90,7 +90,7 @@ def _join(run: Path, timeout_s: float, leaving: _Leaving, children: list[subproc
             passed_on = leaving.at
             seconds = max(0.0, leaving.at - time.monotonic())
             print(f"host {own}: leaves within {seconds:.0f} s", file=sys.stderr)
-            threading.Thread(target=ask_to_leave, args=(*split(worker), seconds), daemon=True).start()
+            threading.Thread(target=_pass_on, args=(worker, leaving.at), daemon=True).start()
 
     try:
         request(run, join=(worker,), timeout_s=timeout_s, meanwhile=look)
@@ -116,6 +116,12 @@ def _join(run: Path, timeout_s: float, leaving: _Leaving, children: list[subproc
         raise RuntimeError(f"host {own}: the run's controller is gone, or has not been heard of; nothing is left of it")
     print(f"host {own}: has left {run}", file=sys.stderr)
     return 0
+
+
+def _pass_on(worker: str, leaves_at: float) -> None:
+    """Asks the worker, which may still be starting, to leave. Returns once it has left, or its time is over."""
+    while not ask_to_leave(*split(worker), max(0.0, leaves_at - time.monotonic())) and time.monotonic() < leaves_at:
+        time.sleep(_LOOK_EVERY_S)
 
 
 def _host_of(run: Path, leaving: _Leaving) -> str:
