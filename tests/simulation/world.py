@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,8 +75,8 @@ class Log:
     """Kinds of the faults that struck, in this attempt or at its expense."""
     num_faults: int = 0
     """Faults that struck in this attempt."""
-    num_carried: int = 0
-    """Faults that struck in an attempt before, and whose call comes in this attempt."""
+    struck: set[str] = field(default_factory=set)
+    """Roles of the replicas that a fault struck."""
     end: str = ""
     """`finished`, `killed`, or the error that ended the attempt."""
     error: Exception | None = None
@@ -85,6 +86,11 @@ class Log:
     """What the clients hold when everything has been answered."""
     places: dict[int, tuple[str, int]] | None = None
     """What `properties` makes of `draws`, once."""
+
+    def explains_loss(self, error: str) -> bool:
+        """Whether an error says that no replica is left, and each that it names was struck by a fault."""
+        lost = set(re.findall(r"(generator-\d+): ", error))
+        return "no generator replica is left" in error and ": healthy" not in error and lost <= self.struck
 
 
 class World:
@@ -110,7 +116,6 @@ class World:
         """Starts the processes of another attempt."""
         self.loop = VirtualLoop(now=self.now, limit_s=self.now + limit_s)
         self.log, self.store, self.trainer = Log(), FakeStore(), FakeTrainer(self)
-        self.log.num_carried = len(self._to_fail)
         self.pushing = asyncio.Event()
         self.logs.append(self.log)
         self.replicas: dict[str, FakeReplica] = {}
@@ -135,10 +140,7 @@ class World:
         """Whether a fault that has struck explains why an attempt ended."""
         said = {"trainer dies": "policy-0: its process died", "fetch fails": "fetch fails"}
         said |= {"checkpoint is not written": "checkpoint could not be written"}
-        if "no generator replica is left" in error:
-            members = self.replicas if self.client is None else self.client.health()  # without those that still join
-            return self.log.num_faults + self.log.num_carried >= len(members)
-        return any(kind in self.log.faults and text in error for kind, text in said.items())
+        return self.log.explains_loss(error) or any(k in self.log.faults and text in error for k, text in said.items())
 
     # What engines tell.
 
@@ -194,6 +196,8 @@ class World:
         self.note(f"fault: {kind}" + (f" ({replica.role})" if kind.startswith("replica ") else ""))
         self.log.faults.add(kind)
         self.log.num_faults += 1
+        if kind.startswith("replica "):
+            self.log.struck.add(replica.role)
         if kind == "replica dies":
             replica.die()
         elif kind in ("replica hangs", "replica answers late", "replica is slow"):
@@ -212,6 +216,8 @@ class World:
             self._to_fail.remove(kind)
             self.log.faults.add(kind)
             self.note(f"{kind}" + (f": {engine.role}" if engine is not None else ""))
+            if engine is not None:
+                self.log.struck.add(engine.role)
             raise (ProcessDied if kind == "fetch is lost" else RuntimeError)(kind)
 
 

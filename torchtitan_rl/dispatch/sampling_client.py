@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Coroutine
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -80,14 +80,17 @@ class SamplingClient:
         """The replicas that get requests: they are not lost and do not leave. The list is replaced when that changes:
         the router looks at the replicas again only when it gets another list."""
         self._repairing: set[int] = set()
-        self._repaired = asyncio.Event()
+        self._num_starting = 0
+        """The blocks of `starting` under way."""
+        self._came = asyncio.Event()
+        """Set when a replica has been replaced or has joined, or is not expected any more."""
         self._no_repair = ""
         """Why no replica is replaced any more; empty while replacements are possible."""
         self._probed = False
         self._pending: dict[int | None, _Batch] = defaultdict(list)
         """The requests of this iteration of the event loop, by the version they are pinned to."""
         self._waiting: list[tuple[_Batch, int | None]] = []
-        """Requests that wait for a replacement, with the version they are pinned to."""
+        """Requests that wait for a replica to come, with the version they are pinned to."""
         self.num_requests = 0
         """The requests so far."""
         self._tasks: set[asyncio.Task] = set()
@@ -174,6 +177,8 @@ class SamplingClient:
             self._begin_probing(self._repair)
         async with self._turn(GeneratorOperations.load):
             previous, self._versions.served = self._versions.served, version
+            if previous is not None:
+                await self._versions.end_serving(previous)
             try:
                 await self._on_all(lambda replica: replica.pull(version))
             except VersionRefused as error:
@@ -274,16 +279,15 @@ class SamplingClient:
         self._dispatch(self._pending.pop(version), version)
 
     def _dispatch(self, batch: _Batch, version: int | None) -> None:
-        """Sends each request to the replica that the router chooses. Keeps the requests until a lost replica is
-        replaced where all are lost, and fails them where none will be replaced."""
+        """Sends each request to the replica that the router chooses. Where all are lost, keeps the requests while a
+        replica is expected, and fails them otherwise."""
+        if self._expects_replica():
+            self._waiting.append((batch, version))
+            return
         try:
             healthy = self._healthy()
         except RuntimeError as error:
-            if self._repairing and not self._no_repair:
-                self._waiting.append((batch, version))
-            else:
-                _fail(batch, error)
-            return
+            return _fail(batch, error)
         shares = self._route(batch, version, healthy) if self._routes is None else _as_recorded(self._routes, batch)
         for index, share in shares.items():
             self._start(running("hand requests and answers over", self._send(index, share, version)))
@@ -357,6 +361,16 @@ class SamplingClient:
 
     # Replicas that join and leave.
 
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Where no replica is left, requests wait for those that are to join, as long as the block runs."""
+        self._num_starting += 1
+        try:
+            yield
+        finally:
+            self._num_starting -= 1
+            self._send_waiting()
+
     async def join(self, mesh: RoleMesh) -> None:
         """One more replica. It loads the served version while the others serve, and gets requests from then on. Call it
         again only after it has returned. Raises RuntimeError, ValueError or ReplicaLost where the weights do not
@@ -379,6 +393,7 @@ class SamplingClient:
             if self._probed and self._repair is not None:
                 self._start(self._repair.probe(partial(self._current, index), self._lose))
         self._healthy_indices = self._serving()
+        self._send_waiting()
 
     async def leave(self, role: str, hurry: asyncio.Event | None = None) -> None:
         """Takes a healthy replica out of use: it gets no further request, and has left once it has answered those that
@@ -420,12 +435,23 @@ class SamplingClient:
     # Replicas that are lost, and their replacement.
 
     async def _some_healthy(self) -> list[int]:
-        """`_healthy()`, after the end of repairs if all replicas are being replaced."""
-        while self._repairing and not self._healthy_indices:
-            self._repaired.clear()
+        """`_healthy()`, once a replica has come where all are lost and one is expected."""
+        while self._expects_replica():
+            self._came.clear()
             with span("wait for a replacement"):
-                await self._repaired.wait()
+                await self._came.wait()
         return self._healthy()
+
+    def _expects_replica(self) -> bool:
+        """Whether no replica is left, and one is being replaced or is to join."""
+        return not (self._healthy_indices or self._no_repair) and bool(self._repairing or self._num_starting)
+
+    def _send_waiting(self) -> None:
+        """Sends what waits for a replica, or fails it where none is expected any more."""
+        self._came.set()
+        waiting, self._waiting = self._waiting, []
+        for batch, version in waiting:
+            self._dispatch(batch, version)
 
     def _healthy(self) -> list[int]:
         """Indices of the replicas that are not lost; the same list while none is lost or replaced. Raises RuntimeError
@@ -488,10 +514,7 @@ class SamplingClient:
             logger.warning("%s has left: %s", role, error, extra={"event": "replica_left", "who": role})
         finally:
             self._repairing.discard(index)
-            self._repaired.set()
-            waiting, self._waiting = self._waiting, []
-            for batch, version in waiting:
-                self._dispatch(batch, version)
+            self._send_waiting()
 
 
 def _as_recorded(routes: RecordedRoutes, batch: _Batch) -> dict[int, _Batch]:

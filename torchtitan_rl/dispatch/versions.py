@@ -38,6 +38,9 @@ class ServedVersions(Protocol):
     async def publish(self) -> int:
         """Publishes and returns the trainer's version."""
 
+    async def end_serving(self, version: int) -> None:
+        """Says that a version serves unpinned requests no longer."""
+
     def pin(self, version: int, holder: str) -> None:
         """Keeps a version until `release`. Raises ValueError for a version that is not there."""
 
@@ -48,9 +51,9 @@ class ServedVersions(Protocol):
 class PolicyVersions:
     """Which versions exist, who holds each version, and which version serves unpinned requests.
 
-    The holder `"newest"` holds the version published last. Each generator replica holds the version that it serves,
-    under the name of its role. Any other holder (an evaluation, a snapshot that scores) calls `pin` with a name of its
-    own.
+    The holder `"newest"` holds the version published last, and until that one serves also the version that does: a
+    replica may have to load it again. Each generator replica holds the version that it serves, under the name of its
+    role. Any other holder (an evaluation, a snapshot that scores) calls `pin` with a name of its own.
     """
 
     def __init__(
@@ -75,14 +78,20 @@ class PolicyVersions:
         self.served: int | None = None
 
     async def publish(self) -> int:
-        """Publishes and returns the trainer's version, then releases the version published before."""
+        """Publishes and returns the trainer's version, then releases the version published before, unless that one
+        serves: then `end_serving` does."""
         version = await self._push()
         previous = self.publications[-1:]
         self.publications.append(version)
-        self._holders.setdefault(version, Counter())["newest"] += 1
-        if previous:
+        self._holders.setdefault(version, Counter())["newest"] = 1
+        if previous and previous[0] not in (version, self.served):
             await self.release(previous[0], "newest")
         return version
+
+    async def end_serving(self, version: int) -> None:
+        """Releases a version that serves unpinned requests no longer, unless it is the one published last."""
+        if version != self.publications[-1] and self._holders.get(version, Counter())["newest"]:
+            await self.release(version, "newest")
 
     async def publish_for(self, holder: str) -> int:
         """Publishes the trainer's version, which serves no unpinned request, and pins the version for `holder`."""
@@ -205,6 +214,9 @@ class OneVersion:
     async def publish(self) -> int:
         """Raises RuntimeError: nobody trains."""
         raise RuntimeError("publish: these generators hold the weights of a directory; launch without hf_weights")
+
+    async def end_serving(self, version: int) -> None:
+        """Does nothing: there is one version."""
 
     def pin(self, version: int, holder: str) -> None:
         """Raises ValueError: without a store, no version but the one that generators hold exists."""

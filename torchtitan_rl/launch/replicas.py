@@ -62,7 +62,8 @@ class Replicas:
         roles = list(islice(free, number))
         self._starting.update(roles)
         try:
-            await self._start_and_join(roles, host)
+            with self._client.starting():
+                await self._start_and_join(roles, host)
         finally:
             self._starting.difference_update(roles)
 

@@ -36,6 +36,21 @@ async def test_requests_of_a_lost_replica_are_sent_to_the_others_once_and_its_ve
     ]
 
 
+async def test_the_served_version_is_kept_until_the_next_one_serves():
+    """The replica holds another version, which a request has named, when the next one is published."""
+    _, versions, client = client_of(1)
+    await client.pull(await versions.publish())
+    versions.pin(1, "an evaluation")
+    await client.pull(await versions.publish())
+    (named,) = await sample_all(client, [[1]], policy_version=1)
+    await versions.publish()
+    (unpinned,) = await sample_all(client, [[2]])
+    assert (named.policy_versions, unpinned.policy_versions) == ([1], [2])
+    await client.pull(3)
+    await settle()
+    assert versions.holders() == {1: ["an evaluation"], 3: ["generator-0", "newest"]}
+
+
 @pytest.mark.parametrize("named", [{}, {"policy_version": 1}])
 async def test_in_a_replay_a_request_overtakes_a_load_that_waits_for_it_in_the_engine(named):
     """Of a rollout of several turns: its next turn comes before the load in the record, and after it here."""

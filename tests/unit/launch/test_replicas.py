@@ -45,6 +45,42 @@ async def test_a_replica_that_joins_holds_the_served_version_before_it_gets_a_re
     assert versions.holders() == {3: ["generator-0", "generator-1", "generator-2", "newest"]}
 
 
+@pytest.mark.parametrize("starts", [True, False])
+async def test_where_no_replica_is_left_requests_wait_for_one_that_starts(starts):
+    meshes, versions, client = client_of(1)
+    await client.pull(await versions.publish())
+    started = asyncio.Event()
+
+    async def start(role, host):
+        await started.wait()
+        if not starts:
+            raise RuntimeError(f"{role}: its process did not start")
+        return Mesh(role)
+
+    async def stop(role):
+        pass
+
+    scaling = asyncio.ensure_future(Replicas(client, start=start, stop=stop).scale(2))
+    await settle()
+    meshes[0].broken["sample"] = died("generator-0", "sample")
+    answers = asyncio.ensure_future(sample_all(client, [[1], [2]]))
+    await settle()
+    pull = asyncio.ensure_future(client.pull(await versions.publish()))
+    await settle()
+    assert client.serving() == [] and not answers.done() and not pull.done()
+    started.set()
+    if starts:
+        assert [answer.policy_versions for answer in await answers] == [[2], [2]]
+        await pull
+        await scaling
+    else:
+        assert [str(answer)[:29] for answer in await answers] == ["no generator replica is left "] * 2
+        with pytest.raises(RuntimeError, match="no generator replica is left"):
+            await pull
+        with pytest.raises(RuntimeError, match="generator-1: its process did not start"):
+            await scaling
+
+
 async def test_a_version_that_is_published_while_a_replica_joins_is_the_one_it_holds():
     _, versions, client = client_of(1)
     await client.pull(await versions.publish())
