@@ -16,7 +16,7 @@ import psutil
 from torchtitan_rl.tasks.sandbox.sandbox import Finished
 
 BEGIN = """
-import ctypes, errno, json, mmap, os, signal, socket, subprocess, sys, time
+import ctypes, errno, json, mmap, os, resource, signal, socket, subprocess, sys, time
 OWN, SECRET_FILE, SECRET_PID, PORT = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 libc = ctypes.CDLL(None, use_errno=True)
 seen = {}
@@ -172,13 +172,18 @@ say()
 for process in (1, os.getppid(), SECRET_PID):
     for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGSTOP, signal.SIGINT, signal.SIGPIPE):
         tried(f"{process} {number}", os.kill, process, number)
+tried("limit", resource.prlimit, 1, resource.RLIMIT_NOFILE, (0, 0))
 say()
 os.kill(-1, signal.SIGKILL)
 time.sleep(0.2)
 seen["survived"] = True
 say()
 """,
-        lambda seen, done: all(seen[f"1 {n}"] is None for n in (15, 9, 19, 2, 13)) and not done.limit,
+        lambda seen, done: (
+            all(seen[f"1 {n}"] is None for n in (15, 9, 19, 2, 13))
+            and seen["limit"] == "PermissionError"
+            and not done.limit
+        ),
     ),
     "leaves links to files outside": (
         """

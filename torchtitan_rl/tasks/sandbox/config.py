@@ -52,7 +52,7 @@ class SandboxConfig:
     def __post_init__(self) -> None:
         if self.kind not in _KINDS:
             raise ValueError(f"sandbox.kind={self.kind!r}: there is no such kind; use {', '.join(_KINDS)}")
-        if self.is_container and not self.image.lstrip("-"):
+        if self.is_container and (not self.image or self.image.startswith("-")):
             raise ValueError(f"sandbox.image={self.image!r}: is no image, and kind {self.kind!r} runs one; name it")
         if not self.is_container and self.image:
             raise ValueError(f"sandbox.image={self.image!r}: kind {self.kind!r} runs no image; use docker or podman")

@@ -104,7 +104,7 @@ def problem(options: ContainerOptions, limits: Limits) -> str:
     if shutil.which(engine) is None:
         package = "docker.io" if engine == "docker" else "podman"
         return f"{engine} is not installed; install it (apt install {package}, dnf install {engine})"
-    done = _asked(engine, "info", "--format", "{{json .}}")
+    done = _answer(engine, "info", "--format", "{{json .}}")
     if done.returncode:
         return f"{engine} is not reachable ({_reason(done)}); {_REACH[engine]}"
     if missing_image(engine, [image]):
@@ -112,7 +112,7 @@ def problem(options: ContainerOptions, limits: Limits) -> str:
     with _meeting_place() as (shared, _):
         line = command_line(options, limits, name=_name(), shared=shared, detached=False)
         try:
-            done = _asked(*line, "-c", _PROBE, str(_processes(limits)), str(_memory_bytes(limits)))
+            done = _answer(*line, "-c", _PROBE, str(_processes(limits)), str(_memory_bytes(limits)))
         except OSError as error:
             return f"{engine} does not run ({error}); mend its installation"
     if done.returncode in (126, 127):
@@ -137,9 +137,9 @@ def missing_image(engine: str, images: Sequence[str]) -> str:
     """The first of these images that the engine does not have; empty where it has them all."""
     for first in range(0, len(images), _IMAGES_AT_ONCE):
         some = images[first : first + _IMAGES_AT_ONCE]
-        if _asked(engine, "image", "inspect", "--format", "{{.Id}}", *some).returncode:
+        if _answer(engine, "image", "inspect", "--format", "{{.Id}}", *some).returncode:
             for image in some:
-                if _asked(engine, "image", "inspect", "--format", "{{.Id}}", image).returncode:
+                if _answer(engine, "image", "inspect", "--format", "{{.Id}}", image).returncode:
                     return image
     return ""
 
@@ -357,7 +357,7 @@ async def _started_and_closed(options: ContainerOptions, limits: Limits) -> None
     await (await Container.start(options, limits)).close()
 
 
-def _asked(*line: str) -> subprocess.CompletedProcess[str]:
+def _answer(*line: str) -> subprocess.CompletedProcess[str]:
     """Raises OSError."""
     try:
         return subprocess.run(line, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_ENGINE_S)
