@@ -24,7 +24,7 @@ import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -166,28 +166,27 @@ class Container:
     async def start(cls, options: ContainerOptions, limits: Limits, *, gateway: str = "") -> Container:
         """A sandbox in which nothing runs yet. Raises SandboxError where the engine does not start it, ValueError for a
         path of `read_only` that does not exist."""
-        name = _name()
+        name, failed = _name(), ExitStack()
         with _meeting_place() as (shared, listening):
             line = command_line(options, limits, name=name, shared=shared)
             launch = asyncio.create_task(_launched(line))
             try:
                 async with asyncio.timeout(_START_S):
                     stream = await _accepted(listening, launch)
-                    try:
-                        pidfd = _pidfd(stream)
-                        process_1 = await Process1.meet(
-                            stream,
-                            limits,
-                            env=_ENVIRONMENT,
-                            gateway=gateway,
-                            filter_program=seccomp.program(),
-                            container=True,
-                            writable_root=options.writable_root,
-                        )
-                    except BaseException:
-                        stream.close()
-                        raise
+                    failed.callback(stream.close)
+                    pidfd = _pidfd(stream)
+                    failed.callback(os.close, pidfd)
+                    process_1 = await Process1.meet(
+                        stream,
+                        limits,
+                        env=_ENVIRONMENT,
+                        gateway=gateway,
+                        filter_program=seccomp.program(),
+                        container=True,
+                        writable_root=options.writable_root,
+                    )
             except BaseException as error:
+                failed.close()
                 await asyncio.shield(_abandoned(options.engine, name, launch))
                 if not isinstance(error, EOFError | OSError | TimeoutError | SandboxError):
                     raise

@@ -226,17 +226,16 @@ def _become(request: "dict[str, Any]", settings: "dict[str, Any]", out: int, err
             _, hard = resource.getrlimit(kind)
             value = value if hard == resource.RLIM_INFINITY else min(value, hard)
             resource.setrlimit(kind, (value, value))
-        env = request["default_env"] | _own_environment() | request["env"] | {"HOME": directory, "TMPDIR": directory}
-        os.execvpe(request["command"][0], request["command"], env)
+        env = request["default_env"] | (_environment_of_image() if settings["container"] else {}) | request["env"]
+        os.execvpe(request["command"][0], request["command"], env | {"HOME": directory, "TMPDIR": directory})
     except BaseException as error:
         os.write(2, f"{request['command'][0]!r} cannot be started: {error}\n".encode())
     finally:
         os._exit(127)
 
 
-def _own_environment() -> "dict[str, str]":
-    """What an image sets, such as its PATH; nothing in bubblewrap. Engines add the controller's proxies, with their
-    passwords."""
+def _environment_of_image() -> "dict[str, str]":
+    """What an image sets, such as its PATH, without the proxies that engines add, with their passwords."""
     return {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
 
 
