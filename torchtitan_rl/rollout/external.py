@@ -11,7 +11,7 @@ import inspect
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from torchtitan_rl.record.tracing import span
@@ -19,9 +19,10 @@ from torchtitan_rl.rollout.agent import AgentFailed, CommandLimits, Endpoint, Se
 from torchtitan_rl.rollout.agent_process import no_isolation, open_sandbox, run_command
 from torchtitan_rl.rollout.ignored_parameters import check_ignored
 from torchtitan_rl.rollout.policy import Policy, SamplingFailed
+from torchtitan_rl.tasks.family import SPLITS, TaskFamily
 from torchtitan_rl.tasks.outcomes import outcome_in_thread
 from torchtitan_rl.tasks.reward_parts import PartNames
-from torchtitan_rl.tasks.sandbox.config import SandboxConfig
+from torchtitan_rl.tasks.sandbox.config import SandboxConfig, check_each
 from torchtitan_rl.types import A_REWARD, Rollout, Task, Turn, is_reward
 from torchtitan_rl.types.branches import last_branch
 
@@ -80,8 +81,12 @@ class External:
     session: SessionLimits = field(default_factory=SessionLimits)
     command: CommandLimits = field(default_factory=CommandLimits)
     """Limits of an agent that is a command; without `sandbox`."""
-    sandbox: SandboxConfig | None = None
-    """The sandbox in which a command runs, with limits of its own; None: a process of the same user, with `command`."""
+    sandbox: SandboxConfig | Callable | None = None
+    """The sandbox in which a command runs, with limits of its own; or a function `task -> SandboxConfig`, such as one
+    that names the task's image. None: a process of the same user, with `command`."""
+    shown: tuple[str, ...] = ()
+    """Files of this machine that a container shows besides `read_only` of its sandbox; `installed` starts an agent with
+    some."""
     judge: Callable | None = None
     """A command's reward: `async (task, sandbox) -> reward`, called once the command has ended, with the sandbox that
     it leaves behind. It counts before what the agent posts or writes. None: the agent or the task family judges."""
@@ -97,16 +102,22 @@ class External:
     _places: asyncio.Semaphore | None = field(default=None, init=False, repr=False, compare=False)
     _part_names: PartNames | None = field(default=None, init=False, repr=False, compare=False)
 
-    def check_sandbox(self) -> None:
-        """Raises RuntimeError for a sandbox that this machine cannot run; a controller asks before it starts others."""
-        if self.sandbox is not None:
+    def check_sandbox(self, family: TaskFamily | None = None) -> None:
+        """Raises RuntimeError for a sandbox that this machine cannot run; a controller asks before it starts others.
+        Of a sandbox for each task, `family` has the tasks; of an endless split the first is looked at."""
+        if isinstance(self.sandbox, SandboxConfig):
             self.sandbox.check("external.sandbox")
+        elif self.sandbox is not None and family is not None:
+            counts = {split: family.num_tasks(split) for split in SPLITS}
+            tasks = (family.task(split, i) for split, n in counts.items() for i in range(1 if n is None else n))
+            check_each((self._sandbox_of(task) for task in tasks), "external.sandbox")
 
     def attach(self, gateway: Gateway) -> None:
         """The gateway on which sessions are opened from now on. A controller attaches its own. Raises RuntimeError for
         a command whose isolation is required and cannot be had, and for a sandbox that this machine cannot run."""
         self.check_sandbox()
-        same_user = (self.sandbox is None or self.sandbox.kind == "none") and self.command.isolate != "off"
+        in_sandbox = self.sandbox is not None and getattr(self.sandbox, "kind", "") != "none"
+        same_user = not in_sandbox and self.command.isolate != "off"
         if isinstance(self.agent, list) and same_user and (problem := no_isolation()):
             exposed = (
                 f"commands cannot have namespaces of their own here ({problem}), so an agent may read the keys and "
@@ -154,7 +165,8 @@ class External:
         """The agent's result, which is its reward or None."""
         if isinstance(self.agent, list):
             data = self._data(task) if self.task_data is None else self.task_data(task)
-            async with self._places, open_sandbox(self.sandbox, self.command, endpoint) as sandbox:
+            config = self._sandbox_of(task)
+            async with self._places, open_sandbox(config, self.command, endpoint) as sandbox:
                 written = await run_command(sandbox, self.agent, endpoint, _json(task, data), self.env, self.timeout_s)
                 return written if self.judge is None else await _judged(self.judge, task, sandbox, self.timeout_s)
         work = asyncio.ensure_future(_called(self.agent, task, endpoint))
@@ -173,6 +185,17 @@ class External:
             message = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":")
             raise AgentFailed(f"agent: raised {message[:500]} for task {task.id!r}; mend it") from error
         return work.result()
+
+    def _sandbox_of(self, task: Task) -> SandboxConfig | None:
+        """The sandbox of a task. Raises ValueError where the function for it gives something else."""
+        config = self.sandbox(task) if callable(self.sandbox) else self.sandbox
+        if config is not None and not isinstance(config, SandboxConfig):
+            raise ValueError(
+                f"external: sandbox={self.sandbox!r}: gave {config!r} for task {task.id!r}; give a SandboxConfig"
+            )
+        if config is not None and config.is_container and self.shown:
+            return replace(config, read_only=(*config.read_only, *self.shown))
+        return config
 
     def _rollout(
         self, task: Task, policy: Policy, session: Session, agent_result: Any, rollout_id: str, limit: str

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import shutil
 import sys
+from pathlib import Path
 from typing import Any
 
+import torchtitan_rl
 from torchtitan_rl.rollout.agents import aider, claude_code, codex, mini_swe_agent, opencode
 from torchtitan_rl.rollout.agents.installed_agent import PROGRAM
 from torchtitan_rl.rollout.external import External, external
+from torchtitan_rl.tasks.sandbox.config import SandboxConfig
 
 __all__ = ["AGENTS", "installed"]
 
@@ -25,13 +28,22 @@ AGENTS = {
 def installed(name: str, *arguments: str, **settings: Any) -> External:
     """The workflow of an agent, whose program must be on PATH. `arguments` are further words for its command line,
     `settings` those of `external`; what an agent asks for and no policy here can do is ignored, unless `ignored` is
-    among them. Raises ValueError for a name that is not known, and for an agent that is not installed."""
+    among them. In a container the program is the image's own, on the image's PATH, and the image's Python, 3.11 or
+    later, starts it. Raises ValueError for a name that is not known, and for an agent that is not installed."""
     if name not in AGENTS:
         raise ValueError(f"agent={name!r}: is not known; use one of {', '.join(AGENTS)}, or external(COMMAND)")
     agent, module = AGENTS[name]
-    program = shutil.which(agent.program)
-    if program is None:
-        raise ValueError(f"agent={name!r}: its program {agent.program!r} is not on PATH; {agent.install}")
-    environment = {PROGRAM: program} | settings.pop("env", {})  # a sandbox has a PATH of its own
-    command = [sys.executable, "-m", module, *arguments]
+    sandbox = settings.get("sandbox")
+    if callable(sandbox) or (isinstance(sandbox, SandboxConfig) and sandbox.is_container):
+        package = Path(torchtitan_rl.__file__).parent
+        python = sandbox.python if isinstance(sandbox, SandboxConfig) else "python3"
+        environment = {"PYTHONPATH": str(package.parent), "PYTHONDONTWRITEBYTECODE": "1"}
+        settings["shown"] = (*settings.get("shown", ()), str(package))
+    else:
+        python, program = sys.executable, shutil.which(agent.program)
+        if program is None:
+            raise ValueError(f"agent={name!r}: its program {agent.program!r} is not on PATH; {agent.install}")
+        environment = {PROGRAM: program}  # a sandbox has a PATH of its own
+    environment |= settings.pop("env", {})
+    command = [python, "-m", module, *arguments]
     return external(command, **{"ignored": agent.ignored, "env": environment} | settings)

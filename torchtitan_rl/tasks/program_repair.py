@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import json
 import random
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -183,7 +182,7 @@ class Runner:
         script = f"scope = {{}}\nexec(open('program.py').read(), scope)\nprint([scope['f'](*call) for call in {calls}])"
         files = {"program.py": f"def f(a,b): return {expression}\n".encode(), "calls.py": script.encode()}
         async with self._sandbox.open(files) as sandbox:
-            done = await sandbox.run([sys.executable, "-I", "-S", "calls.py"], timeout_s=self._timeout_s)
+            done = await sandbox.run([sandbox.python, "-I", "-S", "calls.py"], timeout_s=self._timeout_s)
         if done.status or done.limit:
             return None
         try:

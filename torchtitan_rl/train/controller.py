@@ -219,7 +219,7 @@ class Controller(AbstractAsyncContextManager):
             raise ValueError(missing)
         inputs = read_inputs(config)
         if (external := external_of(config.algorithm.workflow)) is not None:
-            external.check_sandbox()
+            external.check_sandbox(inputs.family)
         if hf_weights is None:
             await check_reward(config, inputs.family)
         absolute = hosts is not None and hosts.attached

@@ -2,8 +2,7 @@
 gateway's port.
 
     controller ── bwrap ── process 1 (inside.py) ── commands
-        │  one socket pair: files, commands, their ends  │
-        └── accepts on a socket that listens inside, and passes bytes to the gateway
+        └── outside.py: one socket pair ──┘
 
 What commands write is in memory (tmpfs), so nothing is left behind when the sandbox ends, however it ends: with the
 controller, bwrap gets SIGKILL from the kernel and process 1 reads the end of its socket; with process 1 the kernel ends
@@ -27,22 +26,18 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from torchtitan_rl.tasks.sandbox import inside, seccomp
-from torchtitan_rl.tasks.sandbox.sandbox import Finished, Limits, SandboxError, check_name
+from torchtitan_rl.tasks.sandbox.outside import ANSWER_S, Process1, readable_paths
+from torchtitan_rl.tasks.sandbox.sandbox import Finished, Limits, SandboxError
 
 __all__ = ["Bubblewrap", "problem", "visible"]
 
 logger = logging.getLogger(__name__)
 
 _START_S = 30.0
-_ANSWER_S = 30.0
-"""Seconds beyond a command's own for the sandbox to answer: a hundred killed processes take long on a busy machine."""
-_MAX_CONNECTIONS = 64
-"""Connections from one sandbox to the gateway at once."""
 _ROOT_DIRECTORIES = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
-_OWN = {Path(name) for name in ("/", "/tmp", "/proc", "/dev", "/dev/shm")}
+_ENVIRONMENT = {"PATH": f"{sys.prefix}/bin:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "LANG": "C.UTF-8"}
 _ETC = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "localtime", "mime.types", "ssl/certs")
 """What programs read of /etc, and what holds no secret."""
 
@@ -76,11 +71,10 @@ class Bubblewrap:
     """One sandbox; `start` makes it."""
 
     directory = inside.DIRECTORY
+    python = sys.executable
 
-    def __init__(
-        self, limits: Limits, process: asyncio.subprocess.Process, channel: _Channel, door: _Door | None
-    ) -> None:
-        self.limits, self._process, self._channel, self._door = limits, process, channel, door
+    def __init__(self, limits: Limits, process: asyncio.subprocess.Process, process_1: Process1) -> None:
+        self.limits, self._process, self._process_1 = limits, process, process_1
 
     @classmethod
     async def start(cls, limits: Limits, *, read_only: Sequence[str] = (), gateway: str = "") -> Bubblewrap:
@@ -111,20 +105,9 @@ class Bubblewrap:
             except OSError as error:
                 ours.close()
                 raise SandboxError(f"sandbox: bwrap cannot be started ({error}); {problem()}") from error
-        address = urlsplit(gateway)
-        settings = {
-            "user": _user(),
-            "port": address.port or 0,
-            "memory_bytes": limits.memory_bytes,
-            "disk_bytes": limits.disk_bytes,
-            "output_bytes": limits.output_bytes,
-            "processes": limits.processes,
-            "cpu_s": limits.cpu_s,
-        }
         try:
             async with asyncio.timeout(_START_S):
-                channel, listening = await _Channel.open(ours, settings)
-                door = None if listening is None else await _Door.open(listening, address.hostname, address.port)
+                process_1 = await Process1.meet(ours, limits, env=_ENVIRONMENT, gateway=gateway, user=_user())
         except BaseException as error:
             ours.close()
             with contextlib.suppress(ProcessLookupError):
@@ -134,146 +117,30 @@ class Bubblewrap:
                 raise
             reason = written.decode(errors="replace").strip()[-500:] or repr(error)
             raise SandboxError(f"sandbox: did not start ({reason})") from error
-        return cls(limits, process, channel, door)
+        return cls(limits, process, process_1)
 
     async def write(self, files: Mapping[str, bytes]) -> None:
-        content = {check_name(name): bytes(content) for name, content in files.items()}
-        status, problem, _, _ = await self._ask({"files": content}, within_s=_ANSWER_S)
-        if status:
-            raise SandboxError(f"sandbox: {problem}")
+        await self._process_1.write(files)
 
     async def run(
         self, command: Sequence[str], *, timeout_s: float, env: Mapping[str, str] | None = None, cwd: str = "."
     ) -> Finished:
-        base = {"PATH": f"{sys.prefix}/bin:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "LANG": "C.UTF-8"}
-        request = {
-            "command": list(command),
-            "env": base | dict(env or {}),
-            "cwd": check_name(cwd),
-            "timeout_s": float(timeout_s),
-        }
-        status, limit, stdout, stderr = await self._ask(request, within_s=timeout_s + _ANSWER_S)
-        return Finished(status=status, stdout=stdout, stderr=stderr, limit=limit)
+        return await self._process_1.run(command, timeout_s=timeout_s, env=env, cwd=cwd)
 
     async def read(self, name: str, *, max_bytes: int = 2**20) -> bytes | None:
-        request = {"name": check_name(name), "max_bytes": max_bytes}
-        status, problem, content, _ = await self._ask(request, within_s=_ANSWER_S)
-        if status == 1:
-            raise SandboxError(f"sandbox: {problem}")
-        return None if status == 2 else content
+        return await self._process_1.read(name, max_bytes=max_bytes)
 
     async def close(self) -> None:
         """Ends process 1 by closing its socket, and waits until the kernel has ended the rest."""
-        self._channel.close()
-        if self._door is not None:
-            await self._door.close()
+        await self._process_1.close()
         try:
-            await asyncio.wait_for(self._process.wait(), _ANSWER_S)
+            await asyncio.wait_for(self._process.wait(), ANSWER_S)
         except TimeoutError:
-            logger.warning("sandbox: did not end within %g s; its processes are killed from outside", _ANSWER_S)
+            logger.warning("sandbox: did not end within %g s; its processes are killed from outside", ANSWER_S)
         finally:
             if self._process.returncode is None:
                 self._process.kill()
                 await self._process.wait()
-
-    async def _ask(self, request: dict[str, Any], *, within_s: float) -> tuple[int, str, bytes, bytes]:
-        try:
-            async with asyncio.timeout(within_s):
-                return await self._channel.ask(request)
-        except asyncio.CancelledError:
-            self._channel.close()  # an answer of which half has been read
-            raise
-        except (EOFError, OSError, TimeoutError) as error:
-            self._channel.close()
-            raise SandboxError(
-                f"sandbox: gave no answer ({type(error).__name__}: {error}); its process 1 has ended or hangs"
-            ) from error
-
-
-class _Channel:
-    """The controller's end of the socket pair."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
-
-    @classmethod
-    async def open(cls, stream: socket.socket, settings: dict[str, Any]) -> tuple[_Channel, socket.socket | None]:
-        """Sends the settings and waits until the sandbox is ready. The second value is the socket that listens in it,
-        where `settings` have a port."""
-        loop = asyncio.get_running_loop()
-        await loop.sock_sendall(stream, inside.encoded(settings))
-        ready = asyncio.Event()
-        loop.add_reader(stream, ready.set)
-        try:
-            await ready.wait()
-        finally:
-            loop.remove_reader(stream)
-        word, descriptors, _, _ = socket.recv_fds(stream, 1, 1)
-        if not word:
-            raise EOFError("process 1 ended at its start")
-        listening = socket.socket(fileno=descriptors[0]) if descriptors else None
-        return cls(*await asyncio.open_unix_connection(sock=stream)), listening
-
-    async def ask(self, request: dict[str, Any]) -> tuple[int, str, bytes, bytes]:
-        """The status and the three parts of an answer."""
-        self._writer.write(inside.encoded(request))
-        await self._writer.drain()
-        status, *sizes = inside.ANSWER.unpack(await self._reader.readexactly(inside.ANSWER.size))
-        text, content, second = [await self._reader.readexactly(size) for size in sizes]
-        return status, text.decode(errors="replace"), content, second
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class _Door:
-    """Connections from within a sandbox, passed on to one address of this machine byte by byte."""
-
-    def __init__(self, host: str | None, port: int | None) -> None:
-        self._host, self._port = host, port
-        self._server: asyncio.Server | None = None
-        self._connections: set[asyncio.Task] = set()
-
-    @classmethod
-    async def open(cls, listening: socket.socket, host: str | None, port: int | None) -> _Door:
-        door = cls(host, port)
-        door._server = await asyncio.start_server(door._met, sock=listening)
-        return door
-
-    async def close(self) -> None:
-        assert self._server is not None
-        self._server.close()
-        for connection in self._connections:
-            connection.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
-
-    async def _met(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection = asyncio.current_task()
-        assert connection is not None
-        if len(self._connections) >= _MAX_CONNECTIONS:
-            writer.close()
-            return
-        self._connections.add(connection)
-        onward: asyncio.StreamWriter | None = None
-        try:
-            back, onward = await asyncio.open_connection(self._host, self._port)
-            async with asyncio.TaskGroup() as both:
-                both.create_task(_passed_on(reader, onward))
-                both.create_task(_passed_on(back, writer))
-        except* OSError:  # one side has gone away
-            pass
-        finally:
-            self._connections.discard(connection)
-            for end in (writer, onward):
-                if end is not None:
-                    end.close()
-
-
-async def _passed_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    while part := await reader.read(65536):
-        writer.write(part)
-        await writer.drain()
-    writer.write_eof()
 
 
 def _user() -> int:
@@ -323,11 +190,5 @@ def visible(read_only: Sequence[str]) -> list[Path]:
     of the config; none that lies in another. Raises ValueError for a path that does not exist or is the sandbox's."""
     paths = {Path("/usr"), Path(sys.prefix), Path(sys.base_prefix), Path(sys.executable).resolve().parents[1]}
     paths.add(Path(inside.__file__).parent)
-    for name in read_only:
-        path = Path(name).absolute()
-        if not path.exists():
-            raise ValueError(f"sandbox.read_only={name!r}: does not exist; give files and directories of this machine")
-        if path in _OWN:
-            raise ValueError(f"sandbox.read_only={name!r}: is the sandbox's own; give a directory below it")
-        paths.add(path)
+    paths.update(readable_paths(read_only))
     return sorted(path for path in paths if not any(parent in paths for parent in path.parents))

@@ -3,72 +3,91 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from torchtitan_rl.tasks.sandbox import bubblewrap
+from torchtitan_rl.tasks.sandbox import bubblewrap, container
 from torchtitan_rl.tasks.sandbox.bubblewrap import Bubblewrap
+from torchtitan_rl.tasks.sandbox.container import Container, ContainerOptions
+from torchtitan_rl.tasks.sandbox.outside import readable_paths
 from torchtitan_rl.tasks.sandbox.plain import Plain, no_isolation
 from torchtitan_rl.tasks.sandbox.sandbox import Limits, Sandbox
 
-__all__ = ["SandboxConfig"]
+__all__ = ["SandboxConfig", "check_each"]
+
+_KINDS = ("none", "bubblewrap", "docker", "podman")
 
 
 @dataclass(kw_only=True, slots=True)
 class SandboxConfig:
     """Where commands of agents and of rewards run; docs/sandbox.md. Example: `SandboxConfig(kind="bubblewrap")`."""
 
-    kind: Literal["none", "bubblewrap"] = "none"
+    kind: Literal["none", "bubblewrap", "docker", "podman"] = "none"
     """`none`: a process of the same user, with its files and its network. `bubblewrap`: namespaces of its own, a
-    read-only view of programs, and no network but the gateway."""
+    read-only view of programs, and no network but the gateway. `docker`, `podman`: a container of `image`, and no
+    network but the gateway."""
+    image: str = ""
+    """The image of a container, which must be on this machine: nothing is pulled. It needs Python 3.9 or later."""
+    python: str = "python3"
+    """The image's Python, by its name on the image's PATH or by its path."""
+    writable_root: bool = False
+    """Whether commands in a container may write to their own copy of the image's files, such as /testbed; otherwise to
+    /tmp alone. What they write there is on the engine's disk."""
     memory_gib: float = 1.0
-    """Memory: of each process, and in `bubblewrap` of all processes of the sandbox together."""
+    """Memory: of each process, and but for `none` of all processes of the sandbox together."""
     max_disk_mib: float = 256.0
-    """Files, and each file. In `bubblewrap` they are in memory."""
+    """Files, and each file. But for `none` they are in memory, unless `writable_root`."""
     max_output_mib: float = 1.0
     """Standard output and error of a command together."""
     max_processes: int = 64
-    """Processes at once; in `bubblewrap` threads count too."""
+    """Processes at once; but for `none` threads count too."""
     cpu_s: float = 600.0
-    """CPU time of each process; only in `bubblewrap`."""
+    """CPU time of each process; not in `none`."""
     read_only: tuple[str, ...] = ()
-    """Further files and directories of this machine that commands in `bubblewrap` may read, at the same paths: an
-    agent's program, a data set."""
+    """Further files and directories of this machine that commands may read, at the same paths: an agent's program, a
+    data set. In `none` they read all that the user does."""
 
     def __post_init__(self) -> None:
-        if self.kind not in ("none", "bubblewrap"):
-            raise ValueError(f"sandbox.kind={self.kind!r}: there is no such kind; use none or bubblewrap")
+        if self.kind not in _KINDS:
+            raise ValueError(f"sandbox.kind={self.kind!r}: there is no such kind; use {', '.join(_KINDS)}")
+        if self.is_container and (not self.image or self.image.startswith("-")):
+            raise ValueError(f"sandbox.image={self.image!r}: is no image, and kind {self.kind!r} runs one; name it")
+        if not self.is_container and self.image:
+            raise ValueError(f"sandbox.image={self.image!r}: kind {self.kind!r} runs no image; use docker or podman")
         for name in ("memory_gib", "max_disk_mib", "max_output_mib", "max_processes", "cpu_s"):
             if not 0 < (value := getattr(self, name)) < math.inf:
                 raise ValueError(f"sandbox.{name}={value}: allows nothing, or has no bound; use a number above 0")
 
+    @property
+    def is_container(self) -> bool:
+        return self.kind in ("docker", "podman")
+
     def problem(self) -> str:
-        """Why this machine cannot run such a sandbox, with what to do; empty where it can. Takes 0.1 s once."""
+        """Why this machine cannot run such a sandbox, with what to do; empty where it can. Takes 0.1 s once, and for
+        each image a second."""
+        if self.is_container:
+            return container.problem(self._options(), self._limits())
         return bubblewrap.problem() if self.kind == "bubblewrap" else ""
 
     def check(self, setting: str) -> None:
         """Raises RuntimeError, which begins with `setting`, where this machine cannot run such a sandbox, and
         ValueError for a path of `read_only` that cannot be shown."""
-        if self.kind == "bubblewrap":
-            bubblewrap.visible(self.read_only)
+        if self.kind != "none":
+            readable_paths(self.read_only)
         if reason := self.problem():
             raise RuntimeError(f"{setting}.kind={self.kind!r}: {reason}")
 
     @asynccontextmanager
     async def open(self, files: Mapping[str, bytes] | None = None, *, gateway: str = "") -> AsyncIterator[Sandbox]:
         """A sandbox with `files` by name, closed after the block. `gateway` is a URL of this machine that commands may
-        reach: at its address and port, in `bubblewrap` nothing else. Raises SandboxError where it does not start."""
-        limits = Limits(
-            memory_bytes=int(self.memory_gib * 2**30),
-            disk_bytes=int(self.max_disk_mib * 2**20),
-            output_bytes=int(self.max_output_mib * 2**20),
-            processes=self.max_processes,
-            cpu_s=self.cpu_s,
-        )
+        reach: at its address and port, and but for `none` nothing else. Raises SandboxError where it does not start."""
+        limits = self._limits()
         sandbox: Sandbox
-        if self.kind == "bubblewrap":
+        if self.is_container:
+            sandbox = await Container.start(self._options(), limits, gateway=gateway)
+        elif self.kind == "bubblewrap":
             sandbox = await Bubblewrap.start(limits, read_only=self.read_only, gateway=gateway)
         else:
             sandbox = Plain(limits, isolated=not no_isolation())
@@ -78,3 +97,38 @@ class SandboxConfig:
             yield sandbox
         finally:
             await sandbox.close()
+
+    def _limits(self) -> Limits:
+        return Limits(
+            memory_bytes=int(self.memory_gib * 2**30),
+            disk_bytes=int(self.max_disk_mib * 2**20),
+            output_bytes=int(self.max_output_mib * 2**20),
+            processes=self.max_processes,
+            cpu_s=self.cpu_s,
+        )
+
+    def _options(self) -> ContainerOptions:
+        return ContainerOptions(
+            engine=self.kind,
+            image=self.image,
+            python=self.python,
+            writable_root=self.writable_root,
+            read_only=tuple(self.read_only),
+        )
+
+
+def check_each(configs: Iterable[SandboxConfig], setting: str) -> None:
+    """Checks the sandboxes of many tasks: one of each sort as `SandboxConfig.check` does, and of the others that their
+    images are there. Raises what `check` raises."""
+    images: dict[tuple, dict[str, None]] = {}
+    for config in configs:
+        sort = (config.kind, config.python, config.writable_root, tuple(config.read_only))
+        if sort not in images:
+            config.check(setting)
+        images.setdefault(sort, {})[config.image] = None
+    for (kind, *_), names in images.items():
+        if kind in ("docker", "podman") and (image := container.missing_image(kind, list(names))):
+            raise RuntimeError(
+                f"{setting}.image={image!r}: there is no such image on this machine; get it before the run: "
+                f"{kind} pull {image}"
+            )

@@ -1,11 +1,12 @@
-"""Process 1 within a sandbox of bubblewrap: takes files and commands from the controller, and kills what they leave.
+"""Process 1 within a sandbox: takes files and commands from the controller, and kills what they leave.
 
-The controller speaks to it over one socket that commands do not inherit. Commands run as the user that this process
-has, so it makes itself unreadable to them; signals from within the sandbox do not reach process 1. It ends when the
-socket does, and the kernel then kills whatever else is in the sandbox.
+The controller (outside.py) speaks to it over one socket that commands do not inherit. Commands run as the user that
+this process has, so it makes itself unreadable to them; signals from within the sandbox do not reach process 1. It ends
+when the socket does, and the kernel then kills whatever else is in the sandbox.
 
-The file runs with the standard library alone, and imports as little of that as it can: each module of `json`, `signal`
-and `socket` would add 5 to 10 ms to the start of every sandbox.
+The file runs with the standard library alone, of Python 3.9 or later: in a container it is the image's. It imports as
+little of that as it can: each module of `json`, `signal` and `socket` would add 5 to 10 ms to the start of every
+sandbox.
 """
 
 import _signal  # `signal` without its enumerations
@@ -16,15 +17,18 @@ import resource
 import select
 import stat
 import struct
+import sys
 import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, NoReturn
 
-__all__ = ["ANSWER", "DIRECTORY", "FIRST_USER", "LENGTH", "NUM_USERS", "encoded", "main"]
+__all__ = ["ANSWER", "DIRECTORY", "FIRST_USER", "LENGTH", "MOUNT", "NUM_USERS", "encoded", "main"]
 
 DIRECTORY = "/tmp/sandbox"
+MOUNT = "/run/sandbox"
+"""Where a container has this file and, until process 1 has met the controller, the socket."""
 FIRST_USER, NUM_USERS = 1 << 30, 1 << 29
 """Users that no machine has, from whom the sandboxes of root take theirs."""
 
@@ -36,14 +40,18 @@ like from a sandbox."""
 
 _LOOK_EVERY_S = 0.05
 _OPEN_FILES = 1024
+_MAX_PATH = 2048
 _MAX_FILES = 50_000
 """Files and directories at once: an empty one takes memory of the kernel too."""
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4  # linux/prctl.h
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP = 1, 4, 22  # linux/prctl.h
+_SECCOMP_MODE_FILTER = 2  # linux/seccomp.h
+_FORMAT = 4
+"""Of marshal: what Python 3.9 reads and later ones too."""
 
 
 def encoded(content: "dict[str, Any]") -> bytes:
     """A request as the controller sends it."""
-    text = marshal.dumps(content)
+    text = marshal.dumps(content, _FORMAT)
     return LENGTH.pack(len(text)) + text
 
 
@@ -82,22 +90,40 @@ def main(descriptor: int) -> "NoReturn":
         with open("/proc/self/oom_score_adj", "w") as file:  # short of memory, the kernel kills in here first
             file.write("1000")
         _leave_root(settings["user"])
+        _signal.signal(_signal.SIGINT, _signal.SIG_IGN)  # for a signal without a handler a command is out of reach
         libc = ctypes.CDLL(None, use_errno=True)
-        for option, value in ((_PR_SET_PDEATHSIG, _signal.SIGKILL), (_PR_SET_DUMPABLE, 0)):
-            if libc.prctl(option, int(value), 0, 0, 0):
-                raise OSError(ctypes.get_errno(), "prctl")
+        if not settings["container"]:  # there the parent is a thread of the engine's, which may come and go
+            _prctl(libc, _PR_SET_PDEATHSIG, int(_signal.SIGKILL))
+        _prctl(libc, _PR_SET_DUMPABLE, 0)
+        if settings["filter"]:
+            _give_up(libc, settings["filter"])
         os.mkdir(DIRECTORY, 0o700)
+        root = _Root(settings["disk_bytes"]) if settings["writable_root"] else None
         _announce(descriptor, settings["port"])
         while True:
             request = channel.receive()
             if "command" in request:
-                _run(channel, settings, request)
+                _run(channel, settings, root, request)
             elif "files" in request:
                 _answer_write(channel, request["files"])
             else:
                 _answer_read(channel, request["name"], request["max_bytes"])
     except (EOFError, ConnectionError):
         os._exit(0)
+
+
+def _prctl(libc: "Any", option: int, *values: "Any") -> None:
+    if libc.prctl(option, *values, *[0] * (4 - len(values))):
+        raise OSError(ctypes.get_errno(), f"prctl({option})")
+
+
+def _give_up(libc: "Any", program: bytes) -> None:
+    """Refuses system calls to this process and to what it starts, as a filter program says (seccomp.py)."""
+
+    class Program(ctypes.Structure):  # struct sock_fprog
+        _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p)]
+
+    _prctl(libc, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(Program(len(program) // 8, program)))
 
 
 def _leave_root(user: int) -> None:
@@ -124,8 +150,9 @@ def _announce(descriptor: int, port: int) -> None:
         socket.send_fds(stream, [b"+"], [own.fileno()])
 
 
-def _run(channel: _Channel, settings: "dict[str, Any]", request: "dict[str, Any]") -> None:
+def _run(channel: _Channel, settings: "dict[str, Any]", root: "_Root | None", request: "dict[str, Any]") -> None:
     """Runs one command, kills what it left, and sends how it ended."""
+    killed_before = _killed_for_memory()
     (out, out_end), (err, err_end) = os.pipe(), os.pipe()
     if (child := os.fork()) == 0:
         _become(request, settings, out_end, err_end)
@@ -152,7 +179,7 @@ def _run(channel: _Channel, settings: "dict[str, Any]", request: "dict[str, Any]
             limit = "output"
         now = time.monotonic()
         if status is None and not limit and now >= look_at:
-            limit = "time" if now >= deadline else _passed(settings)
+            limit = "time" if now >= deadline else _passed(settings, root)
             _reaped(child, only_others=True)
             look_at = now + _LOOK_EVERY_S
     status = _kill_all(child, status)
@@ -167,6 +194,8 @@ def _run(channel: _Channel, settings: "dict[str, Any]", request: "dict[str, Any]
     stderr = bytes(written[err][: whole - len(stdout)])
     if not limit and sum(map(len, written.values())) > whole:
         limit = "output"
+    if not limit and _killed_for_memory() > killed_before:
+        limit = "memory"
     channel.answer(status, limit, stdout, stderr)
 
 
@@ -177,8 +206,8 @@ def _become(request: "dict[str, Any]", settings: "dict[str, Any]", out: int, err
         for descriptor, number in ((os.open(os.devnull, os.O_RDONLY), 0), (out, 1), (err, 2)):
             os.dup2(descriptor, number)
         os.closerange(3, _OPEN_FILES)
-        for number in (_signal.SIGPIPE, _signal.SIGXFSZ):
-            _signal.signal(number, _signal.SIG_DFL)  # Python ignores them
+        for number in (_signal.SIGPIPE, _signal.SIGXFSZ, _signal.SIGINT):
+            _signal.signal(number, _signal.SIG_DFL)  # process 1 ignores them
         directory = os.path.normpath(os.path.join(DIRECTORY, request["cwd"]))
         os.makedirs(directory, exist_ok=True)
         os.chdir(directory)
@@ -189,20 +218,39 @@ def _become(request: "dict[str, Any]", settings: "dict[str, Any]", out: int, err
             (resource.RLIMIT_DATA, settings["memory_bytes"]),
             (resource.RLIMIT_FSIZE, settings["disk_bytes"]),
             (resource.RLIMIT_NOFILE, _OPEN_FILES),
-            (resource.RLIMIT_NPROC, settings["processes"] + 1),  # this process and those that it starts, and process 1
             (resource.RLIMIT_MEMLOCK, 1 << 16),
+            # This process and those that it starts, and process 1. In containers a user's processes are counted over
+            # all of them, so a control group has the limit.
+            *([] if settings["container"] else [(resource.RLIMIT_NPROC, settings["processes"] + 1)]),
         ):
             _, hard = resource.getrlimit(kind)
             value = value if hard == resource.RLIM_INFINITY else min(value, hard)
             resource.setrlimit(kind, (value, value))
-        os.execvpe(request["command"][0], request["command"], request["env"] | {"HOME": directory, "TMPDIR": directory})
+        env = request["default_env"] | (_environment_of_image() if settings["container"] else {}) | request["env"]
+        os.execvpe(request["command"][0], request["command"], env | {"HOME": directory, "TMPDIR": directory})
     except BaseException as error:
         os.write(2, f"{request['command'][0]!r} cannot be started: {error}\n".encode())
     finally:
         os._exit(127)
 
 
-def _passed(settings: "dict[str, Any]") -> str:
+def _environment_of_image() -> "dict[str, str]":
+    """What an image sets, such as its PATH, without the proxies that engines add, with their passwords."""
+    return {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+
+
+def _killed_for_memory() -> int:
+    """How many processes of a container the kernel has killed for its memory; 0 in bubblewrap, which has no /sys."""
+    for name in ("memory.events", "memory/memory.oom_control"):  # of control groups v2, v1
+        try:
+            with open(f"/sys/fs/cgroup/{name}") as file:
+                return next(int(line.split()[1]) for line in file if line.startswith("oom_kill "))
+        except (OSError, StopIteration):
+            continue
+    return 0
+
+
+def _passed(settings: "dict[str, Any]", root: "_Root | None") -> str:
     """The limit that all processes together have passed; empty: none. Memory that is shared after a fork counts once
     for each process."""
     memory = 0
@@ -218,7 +266,60 @@ def _passed(settings: "dict[str, Any]") -> str:
     if memory > settings["memory_bytes"]:
         return "memory"
     files = os.statvfs("/tmp")
-    return "disk" if files.f_files - files.f_ffree > _MAX_FILES else ""
+    too_many = files.f_files - files.f_ffree > _MAX_FILES
+    return "disk" if too_many or (root is not None and root.is_over()) else ""
+
+
+class _Root:
+    """What commands have written to a container's own copy of its image, which has no limit of the kernel's.
+
+    A walk over an image's files takes a second, so they are looked at only where its disk has become fuller by what is
+    left to the sandbox, whoever wrote that. A file that has been changed here has a later change time than this object,
+    and nobody in the sandbox can set that time.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes, self._since_ns = max_bytes, time.time_ns()
+        self._bytes, self._files = 0, 0
+        self._least_bytes, self._least_files = 0, 0
+        self._look_when_below(os.statvfs("/"))
+
+    def is_over(self) -> bool:
+        disk = os.statvfs("/")
+        if disk.f_bavail * disk.f_frsize < self._least_bytes or disk.f_favail < self._least_files:
+            self._bytes, self._files = self._changed()
+            self._least_bytes = self._least_files = 0
+        self._look_when_below(disk)
+        return self._bytes > self._max_bytes or self._files > _MAX_FILES
+
+    def _look_when_below(self, disk: os.statvfs_result) -> None:
+        """Free space that, once passed, may be this sandbox's doing. It rises where others free some."""
+        free_bytes = disk.f_bavail * disk.f_frsize
+        self._least_bytes = max(self._least_bytes, free_bytes - self._max_bytes + self._bytes)
+        self._least_files = max(self._least_files, disk.f_favail - _MAX_FILES + self._files)
+
+    def _changed(self) -> "tuple[int, int]":
+        """Bytes of the files that have been changed, and their number with directories."""
+        with open("/proc/self/mountinfo") as file:
+            mounts = {line.split()[4] for line in file}
+        size, number, directories = 0, 0, ["/"]
+        while directories:
+            directory = directories.pop()
+            if len(directory) > _MAX_PATH:  # no program's; a place that this walk would not get to the end of
+                return self._max_bytes + 1, number
+            try:
+                with os.scandir(directory) as entries:
+                    for entry in entries:
+                        if entry.path in mounts:
+                            continue
+                        status = entry.stat(follow_symlinks=False)
+                        if status.st_ctime_ns >= self._since_ns:
+                            size, number = size + 512 * status.st_blocks, number + 1
+                        if stat.S_ISDIR(status.st_mode):
+                            directories.append(entry.path)
+            except OSError:  # it has gone, or is closed to this user, who then wrote nothing in it
+                continue
+        return size, number
 
 
 def _read_some(descriptor: int, content: bytearray) -> bool:
@@ -318,3 +419,17 @@ def _answer_read(channel: _Channel, name: str, max_bytes: int) -> None:
     if len(content) > max_bytes:
         return channel.answer(1, f"{name!r} has more than {max_bytes} bytes")
     channel.answer(0, "", content)
+
+
+def _met(path: str) -> int:
+    """In a container: the socket on which the controller waits. It refuses once the controller has ended, and process 1
+    ends with that."""
+    import _socket
+
+    stream = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
+    stream.connect(path)
+    return stream.detach()
+
+
+if __name__ == "__main__":
+    main(_met(sys.argv[1]))

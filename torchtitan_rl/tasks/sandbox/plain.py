@@ -53,6 +53,8 @@ def no_isolation() -> str:
 class Plain:
     """A directory below the one for temporary files, and commands in it."""
 
+    python = sys.executable
+
     def __init__(self, limits: Limits, *, isolated: bool) -> None:
         self.limits, self._isolated, self._mark = limits, isolated, uuid.uuid4().hex
         self._directory = _directory()

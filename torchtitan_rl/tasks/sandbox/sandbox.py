@@ -45,11 +45,13 @@ class Finished:
 
 
 class Sandbox(Protocol):
-    """A private directory and the commands that run in it, one at a time. Implemented by `plain.Plain` and
-    `bubblewrap.Bubblewrap`; `SandboxConfig.open` starts one."""
+    """A private directory and the commands that run in it, one at a time. Implemented by `plain.Plain`,
+    `bubblewrap.Bubblewrap` and `container.Container`; `SandboxConfig.open` starts one."""
 
     directory: str
     """The private directory, as commands see it."""
+    python: str
+    """The Python that commands may start: this process's, or an image's own."""
     limits: Limits
 
     async def write(self, files: Mapping[str, bytes]) -> None:
@@ -60,9 +62,9 @@ class Sandbox(Protocol):
         self, command: Sequence[str], *, timeout_s: float, env: Mapping[str, str] | None = None, cwd: str = "."
     ) -> Finished:
         """Runs a command in `cwd` below `directory`, which is made where it does not exist, with nothing but `env`,
-        HOME and TMPDIR (both `cwd`), PATH and the language in its environment. Every process that it started has ended
-        when this returns. A command that cannot be started has status 127. Raises SandboxError for a sandbox that has
-        broken."""
+        HOME and TMPDIR (both `cwd`), PATH, the language and what an image sets in its environment. Every process that
+        it started has ended when this returns. A command that cannot be started has status 127. Raises SandboxError for
+        a sandbox that has broken."""
 
     async def read(self, name: str, *, max_bytes: int = 2**20) -> bytes | None:
         """The content of a file below `directory`; None: there is none. Raises SandboxError for a link, for what is no

@@ -1,8 +1,8 @@
-"""The system calls that commands in bubblewrap do not have, as a program for the kernel's filter.
+"""The system calls that commands in bubblewrap and containers do not have, as a program for the kernel's filter.
 
 Namespaces leave the whole kernel in reach. What reaches another process, takes memory that no limit counts, speaks to
 something that has no namespace, or has often been the way out of a container is refused with EPERM:
-- `ptrace`, `process_vm_*`: another process;
+- `ptrace`, `process_vm_*`, `prlimit64` of another than the caller: another process, such as process 1;
 - `memfd_create`, `shmget`, `msgget`, `semget`: memory beside the limits;
 - `unshare`, `setns`, `mount` and its likes, `clone` with a namespace's flag: a namespace in which a user is root;
 - `keyctl`, `bpf`, `perf_event_open`, `userfaultfd`, `io_uring_setup` ...: parts of the kernel that no task needs;
@@ -34,7 +34,7 @@ _X86_64 = dict(
     chroot=161, fsopen=430, fsmount=432, open_tree=428, move_mount=429, mount_setattr=442, add_key=248, request_key=249,
     keyctl=250, bpf=321, perf_event_open=298, userfaultfd=323, io_uring_setup=425, kexec_load=246, kexec_file_load=320,
     init_module=175, finit_module=313, delete_module=176, open_by_handle_at=304, name_to_handle_at=303, quotactl=179,
-    acct=163, swapon=167, swapoff=168, reboot=169, syslog=103,
+    acct=163, swapon=167, swapoff=168, reboot=169, syslog=103, prlimit64=302,
 )  # fmt: skip
 _AARCH64 = dict(
     socket=198, clone=220, clone3=435, ptrace=117, process_vm_readv=270, process_vm_writev=271, memfd_create=279,
@@ -42,7 +42,7 @@ _AARCH64 = dict(
     chroot=51, fsopen=430, fsmount=432, open_tree=428, move_mount=429, mount_setattr=442, add_key=217, request_key=218,
     keyctl=219, bpf=280, perf_event_open=241, userfaultfd=282, io_uring_setup=425, kexec_load=104, kexec_file_load=294,
     init_module=105, finit_module=273, delete_module=106, open_by_handle_at=265, name_to_handle_at=264, quotactl=60,
-    acct=89, swapon=224, swapoff=225, reboot=142, syslog=116,
+    acct=89, swapon=224, swapoff=225, reboot=142, syslog=116, prlimit64=261,
 )  # fmt: skip
 MACHINES = {"x86_64": (0xC000003E, _X86_64), "aarch64": (0xC00000B7, _AARCH64)}
 """Machine -> AUDIT_ARCH of linux/audit.h, and numbers of system calls by name."""
@@ -73,6 +73,11 @@ def program(machine: str | None = None) -> bytes:
     for name in _REFUSED:
         lines += [_line(_IF_EQUAL, numbers[name], 0, 1), _line(_RETURN, refuse)]
     lines += [
+        _line(_IF_EQUAL, numbers["prlimit64"], 0, 4),
+        _line(_LOAD, _FIRST_ARGUMENT),
+        _line(_IF_EQUAL, 0, 1, 0),
+        _line(_RETURN, refuse),
+        _line(_RETURN, _ALLOW),
         _line(_IF_EQUAL, numbers["clone"], 0, 4),
         _line(_LOAD, _FIRST_ARGUMENT),
         _line(_IF_ANY_BIT, _NAMESPACES, 0, 1),

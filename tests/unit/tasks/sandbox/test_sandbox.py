@@ -128,7 +128,10 @@ def test_a_machine_without_bubblewrap_is_told_what_to_install(monkeypatch):
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"kind": "docker"}, "sandbox.kind='docker': there is no such kind"),
+        ({"kind": "lxc"}, "sandbox.kind='lxc': there is no such kind; use none, bubblewrap, docker, podman"),
+        ({"kind": "docker"}, "sandbox.image='': is no image, and kind 'docker' runs one"),
+        ({"kind": "podman", "image": "--privileged"}, "sandbox.image='--privileged': is no image"),
+        ({"kind": "bubblewrap", "image": "debian"}, "sandbox.image='debian': kind 'bubblewrap' runs no image"),
         ({"memory_gib": 0}, "sandbox.memory_gib=0: allows nothing"),
         ({"max_processes": -1}, "sandbox.max_processes=-1"),
         ({"cpu_s": float("inf")}, "sandbox.cpu_s=inf"),

@@ -29,7 +29,7 @@ def verdict(program, arch, number, first_argument=0):
 @pytest.mark.parametrize("machine", seccomp.MACHINES)
 def test_the_filter_refuses_what_it_names_and_nothing_else(machine):
     program, (arch, numbers) = seccomp.program(machine), seccomp.MACHINES[machine]
-    special = {"socket", "clone", "clone3"}
+    special = {"socket", "clone", "clone3", "prlimit64"}
     for number in range(500):
         name = next((name for name, its in numbers.items() if its == number), None)
         if name not in special:
@@ -37,6 +37,8 @@ def test_the_filter_refuses_what_it_names_and_nothing_else(machine):
     assert verdict(program, arch, numbers["clone3"]) == ENOSYS
     assert verdict(program, arch, numbers["clone"], 17) == ALLOWED  # SIGCHLD: a fork
     assert verdict(program, arch, numbers["clone"], 17 | 0x10000000) == EPERM  # CLONE_NEWUSER
+    assert verdict(program, arch, numbers["prlimit64"], 0) == ALLOWED  # the caller's own
+    assert verdict(program, arch, numbers["prlimit64"], 1) == EPERM
     families = {family: verdict(program, arch, numbers["socket"], family) for family in range(46)}
     assert {family for family, answer in families.items() if answer == ALLOWED} == {1, 2, 10, 16}
     assert verdict(program, arch ^ 1, 1) == KILLED and verdict(program, arch, 0x40000000 | 41) == EPERM
