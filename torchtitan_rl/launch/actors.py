@@ -31,11 +31,14 @@ from torchtitan_rl.launch.bootstrap import claim_devices
 from torchtitan_rl.launch.inventory import Devices, MeshSize, Place, interface_of
 from torchtitan_rl.launch.liveness import JOIN_S
 from torchtitan_rl.launch.rendezvous import Rendezvous
+from torchtitan_rl.launch.sandboxes import start_sandbox_hosts
 from torchtitan_rl.launch.spares import Spares
 from torchtitan_rl.launch.stack import start_generators, start_stack
 from torchtitan_rl.record.schedule import Schedules
+from torchtitan_rl.tasks.sandbox import registry
 
 if TYPE_CHECKING:
+    from torchtitan_rl.dispatch.sandbox_hosts import RunHosts
     from torchtitan_rl.weights.store import WeightStore
 
 __all__ = ["ActorLauncher"]
@@ -77,6 +80,8 @@ class ActorLauncher:
     _role_pids: dict[str, list[int]] = field(default_factory=dict)
     _num_restarts: int = 0
     _spares: Spares | None = None
+    _sandbox_hosts: RunHosts | None = None
+    """Where sandboxes are opened; None: in the controller's process."""
 
     def __post_init__(self) -> None:
         self._devices = Devices(self.hosts.hosts)
@@ -103,10 +108,18 @@ class ActorLauncher:
         return True
 
     async def start(self, config: RunConfig, model_dir: Path, *, eos: int) -> Stack:
+        await self._start_sandbox_hosts(config)
         return await start_stack(config, self, model_dir)
 
     async def start_generators(self, config: RunConfig, model_dir: Path) -> Stack:
+        await self._start_sandbox_hosts(config)
         return await start_generators(config, self, model_dir)
+
+    async def _start_sandbox_hosts(self, config: RunConfig) -> None:
+        """Before the meshes: a host that cannot run the config's sandboxes is refused within seconds."""
+        self._sandbox_hosts = await start_sandbox_hosts(config, self.hosts, self._spawn, timeout_s=self.start_timeout_s)
+        if self._sandbox_hosts is not None:
+            registry.register(self._sandbox_hosts)
 
     async def start_trainer(
         self, config: TrainerConfig, model: ModelConfig, *, role: str, seed: int, share_with: str | None = None
@@ -301,6 +314,9 @@ class ActorLauncher:
         self._stopping = True
 
         async def stop_all() -> None:
+            if self._sandbox_hosts is not None:
+                registry.unregister(self._sandbox_hosts)
+                await self._sandbox_hosts.close()
             stops = [self.store.stop()] if self.store is not None else []
             results = await asyncio.gather(*stops, return_exceptions=True)
             results += await asyncio.gather(

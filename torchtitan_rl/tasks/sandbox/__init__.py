@@ -6,4 +6,6 @@ plain.py        kind `none`: a directory and a tree of processes, of the same us
 bubblewrap.py   kind `bubblewrap`: namespaces, a read-only root, no network but the gateway
 inside.py       process 1 within bubblewrap
 seccomp.py      the system calls that bubblewrap's commands do not have
+registry.py     the hosts of a run with several, on which `SandboxConfig.open` opens; room.py chooses one of them
+streams.py      connections to the gateway from sandboxes on another host, as messages
 """

@@ -30,7 +30,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from torchtitan_rl.tasks.sandbox import inside, seccomp
-from torchtitan_rl.tasks.sandbox.sandbox import Finished, Limits, SandboxError, check_name
+from torchtitan_rl.tasks.sandbox.sandbox import Connect, Finished, Limits, SandboxError, check_name
 
 __all__ = ["Bubblewrap", "problem", "visible"]
 
@@ -83,9 +83,11 @@ class Bubblewrap:
         self.limits, self._process, self._channel, self._door = limits, process, channel, door
 
     @classmethod
-    async def start(cls, limits: Limits, *, read_only: Sequence[str] = (), gateway: str = "") -> Bubblewrap:
-        """A sandbox in which nothing runs yet. Raises SandboxError where bwrap does not start, ValueError for a path of
-        `read_only` that does not exist."""
+    async def start(
+        cls, limits: Limits, *, read_only: Sequence[str] = (), gateway: str = "", connect: Connect | None = None
+    ) -> Bubblewrap:
+        """A sandbox in which nothing runs yet. `connect` reaches the gateway; None: at its address. Raises SandboxError
+        where bwrap does not start, ValueError for a path of `read_only` that does not exist."""
         paths = visible(read_only)
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
@@ -112,6 +114,7 @@ class Bubblewrap:
                 ours.close()
                 raise SandboxError(f"sandbox: bwrap cannot be started ({error}); {problem()}") from error
         address = urlsplit(gateway)
+        connect = connect or functools.partial(asyncio.open_connection, address.hostname, address.port)
         settings = {
             "user": _user(),
             "port": address.port or 0,
@@ -124,7 +127,7 @@ class Bubblewrap:
         try:
             async with asyncio.timeout(_START_S):
                 channel, listening = await _Channel.open(ours, settings)
-                door = None if listening is None else await _Door.open(listening, address.hostname, address.port)
+                door = None if listening is None else await _Door.open(listening, connect)
         except BaseException as error:
             ours.close()
             with contextlib.suppress(ProcessLookupError):
@@ -227,16 +230,16 @@ class _Channel:
 
 
 class _Door:
-    """Connections from within a sandbox, passed on to one address of this machine byte by byte."""
+    """Connections from within a sandbox, passed on to the gateway byte by byte."""
 
-    def __init__(self, host: str | None, port: int | None) -> None:
-        self._host, self._port = host, port
+    def __init__(self, connect: Connect) -> None:
+        self._connect = connect
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task] = set()
 
     @classmethod
-    async def open(cls, listening: socket.socket, host: str | None, port: int | None) -> _Door:
-        door = cls(host, port)
+    async def open(cls, listening: socket.socket, connect: Connect) -> _Door:
+        door = cls(connect)
         door._server = await asyncio.start_server(door._met, sock=listening)
         return door
 
@@ -256,7 +259,7 @@ class _Door:
         self._connections.add(connection)
         onward: asyncio.StreamWriter | None = None
         try:
-            back, onward = await asyncio.open_connection(self._host, self._port)
+            back, onward = await self._connect()
             async with asyncio.TaskGroup() as both:
                 both.create_task(_passed_on(reader, onward))
                 both.create_task(_passed_on(back, writer))
