@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -13,11 +14,12 @@ import pytest
 
 from tests.integration.leftovers import nothing_left
 from tests.kit.processes import gone
+from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.tasks.sandbox import bubblewrap
 
 pytestmark = [
     pytest.mark.whole,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(bool(bubblewrap.problem()), reason=f"no bubblewrap here: {bubblewrap.problem()}"),
 ]
 
@@ -35,21 +37,30 @@ def sandboxes_below(process: psutil.Process) -> list[psutil.Process]:
 
 
 class Run:
-    """Workers, and the controller of tests/integration/sandbox_run.py."""
+    """Workers on loopback addresses, and what drives them."""
 
-    def __init__(self, directory: Path, num_hosts: int):
-        self.at = [f"127.0.0.{number}:{free_port()}" for number in range(1, num_hosts + 1)]
+    def __init__(self, directory: Path):
         self.output = directory / "output.txt"
-        self.workers = [self._start("torchtitan_rl.launch.worker", f"tcp://{address}") for address in self.at]
-        self.controller = self._start("tests.integration.sandbox_run", *(f"tcp://{address}" for address in self.at))
-        assert self.controller.stdout.readline() == "ready\n", self.output.read_text()
+        self.at: list[str] = []
+        self.workers: list[psutil.Popen] = []
 
-    def _start(self, module: str, *arguments: str) -> psutil.Popen:
+    def start_workers(self, number: int, *, lease_s: int) -> list[str]:
+        """Returns their addresses. `lease_s`: seconds after which they end what a silent controller has left."""
+        self.at = [f"127.0.0.{index}:{free_port()}" for index in range(1, number + 1)]
+        addresses = [f"tcp://{address}" for address in self.at]
+        lease = {"TORCHTITAN_RL_LEASE_S": str(lease_s)}
+        self.workers = [self.start("torchtitan_rl.launch.worker", address, **lease) for address in addresses]
+        return addresses
+
+    def drive(self, module: str, *arguments: str) -> None:
+        self.controller = self.start(module, *arguments)
+
+    def start(self, module: str, *arguments: str, **environment: str) -> psutil.Popen:
         with self.output.open("a") as output:
             return psutil.Popen(
                 [sys.executable, "-m", module, *arguments],
                 cwd=ROOT,
-                env=os.environ | {"TORCHTITAN_RL_LEASE_S": "4"},
+                env=os.environ | environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=output,
@@ -75,22 +86,27 @@ class Run:
             time.sleep(0.1)
 
     def kill(self) -> None:
+        processes = [process for process in (self.controller, *self.workers) if process.is_running()]
+        ended = [child for process in processes for child in process.children(recursive=True)] + processes
+        for process in ended:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(ended, timeout=10)
         for process in (self.controller, *self.workers):
-            for child in process.children(recursive=True) if process.is_running() else ():
-                child.kill()
-            process.kill()
             process.communicate()
 
 
 @pytest.fixture
 def run(tmp_path):
     with nothing_left():
-        started = Run(tmp_path, num_hosts=3)
+        started = Run(tmp_path)
         yield started
         started.kill()
 
 
 def test_sandboxes_run_on_every_host_a_lost_one_is_named_and_a_killed_controller_leaves_nothing(run):
+    run.drive("tests.integration.sandbox_run", *run.start_workers(3, lease_s=15))
+    assert run.controller.stdout.readline() == "ready\n", run.output.read_text()
     run.begin(6, 0)
     assert run.end() == ({run.at[1]: 2, run.at[2]: 2, "this host": 2}, [1.0] * 6)
     assert not [each for process in (*run.workers, run.controller) for each in sandboxes_below(process)]
@@ -110,5 +126,24 @@ def test_sandboxes_run_on_every_host_a_lost_one_is_named_and_a_killed_controller
     run.begin(4, 100)
     below = run.until_open(4)
     run.controller.kill()
-    assert all(gone(each.pid, within_s=20) for each in below)
+    assert all(gone(each.pid, within_s=30) for each in below)
     assert run.workers[1].is_running() and all(gone(child.pid) for child in run.workers[1].children())
+
+
+def test_the_agents_of_a_run_are_in_sandboxes_on_both_of_its_hosts(run, tmp_path):
+    workers = run.start_workers(2, lease_s=30)
+    config, directory = str(ROOT / "tests" / "integration" / "sandboxed_agent.py"), tmp_path / "run"
+    run.drive(
+        "torchtitan_rl.cli", "train", config, "--hosts", ",".join(workers), "--output-dir", str(directory), "--quiet"
+    )
+    here = there = 0
+    while run.controller.poll() is None:
+        here = max(here, len(sandboxes_below(run.controller)))
+        there = max(there, len(sandboxes_below(run.workers[1])))
+        time.sleep(0.05)
+    assert run.controller.returncode == 0, run.output.read_text()
+    assert here and there, (here, there)
+    steps = [line for line in RunDir(directory).read_metrics() if line["phase"] == "reinforcement"]
+    assert len(steps) == 2 and all(0 < line["reward/mean"] <= 1 for line in steps)
+    assert not any("failure/" in name and value for line in steps for name, value in line.items())
+    assert all(gone(child.pid) for worker in run.workers for child in worker.children(recursive=True))

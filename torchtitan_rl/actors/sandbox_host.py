@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -14,16 +16,19 @@ import psutil
 from monarch.actor import Actor, concurrent_endpoint
 
 from torchtitan_rl.environment import ignore_interrupts
+from torchtitan_rl.record.logs import setup_rank_logging
 from torchtitan_rl.tasks.sandbox.config import SandboxConfig
 from torchtitan_rl.tasks.sandbox.sandbox import Finished, Sandbox, SandboxError
 from torchtitan_rl.tasks.sandbox.streams import Message, Streams
 
-__all__ = ["COLLECT_S", "Answer", "SandboxHost"]
+__all__ = ["COLLECT_S", "SILENT_S", "Answer", "SandboxHost"]
+
+logger = logging.getLogger(__name__)
 
 COLLECT_S = 1.0
 """Seconds after which `SandboxHost.collect` answers with nothing. The controller asks again at once, so either side
 hears of the other every second."""
-_SILENT_S = 60.0
+SILENT_S = 60.0
 """Seconds without a call of the controller after which its sandboxes end: it is gone, or takes this host for lost."""
 
 Answer = tuple[str, Any]
@@ -70,8 +75,11 @@ class _Opened:
 class SandboxHost(Actor):
     """The sandboxes of one host, by the numbers that the controller gives them."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, log_dir: str | None) -> None:
         ignore_interrupts()
+        if log_dir is not None:
+            level = os.environ.get("TORCHTITAN_RL_LOG_LEVEL", "INFO")
+            setup_rank_logging(log_dir, name, 0, 1, level, device="none")
         self._opened: dict[int, _Opened] = {}
         self._streams = Streams()
         self._last_call = time.monotonic()
@@ -112,14 +120,16 @@ class SandboxHost(Actor):
         return await self._of(number, lambda sandbox: sandbox.read(name, max_bytes=max_bytes))
 
     @concurrent_endpoint
-    async def close(self, number: int) -> None:
+    async def close(self, number: int) -> Answer:
         """Ends a sandbox, whatever it does. Does nothing for one that is closed."""
         if (opened := self._opened.pop(number, None)) is not None:
             await opened.close()
+        return "", None
 
     @concurrent_endpoint
-    async def close_all(self) -> None:
+    async def close_all(self) -> Answer:
         await self._close_all()
+        return "", None
 
     @concurrent_endpoint
     async def collect(self) -> tuple[int, list[Message]]:
@@ -138,7 +148,7 @@ class SandboxHost(Actor):
         """What becomes of an operation of a sandbox that has started."""
         opened = self._opened.get(number)
         if opened is None or opened.sandbox is None:
-            return f"sandbox: was closed; nothing had been heard of the controller for {_SILENT_S:g} s", None
+            return f"sandbox: was closed; nothing had been heard of the controller for {SILENT_S:g} s", None
         return await opened.outcome(work(opened.sandbox))
 
     async def _close_all(self) -> None:
@@ -148,6 +158,8 @@ class SandboxHost(Actor):
 
     async def _close_when_silent(self) -> None:
         while True:
-            await asyncio.sleep(_SILENT_S / 10)
-            if self._opened and time.monotonic() - self._last_call > _SILENT_S:
+            await asyncio.sleep(SILENT_S / 10)
+            if self._opened and time.monotonic() - self._last_call > SILENT_S:
+                num_open = len(self._opened)
+                logger.warning("nothing was heard of the controller for %g s: %d sandboxes end", SILENT_S, num_open)
                 await self._close_all()

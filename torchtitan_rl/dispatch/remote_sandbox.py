@@ -15,11 +15,11 @@ from torchtitan_rl.tasks.sandbox.config import SandboxConfig
 from torchtitan_rl.tasks.sandbox.sandbox import Finished, Limits, SandboxError, check_name
 from torchtitan_rl.tasks.sandbox.streams import Streams
 
-__all__ = ["RemoteHost", "RemoteSandbox"]
+__all__ = ["SILENT_S", "RemoteHost", "RemoteSandbox"]
 
 logger = logging.getLogger(__name__)
 
-_SILENT_S = 15.0
+SILENT_S = 15.0
 """Seconds without an answer after which a host is lost. A host that lives answers every second, and Monarch takes one
 for dead after 8 s of silence."""
 _ANSWER_S = 90.0
@@ -81,18 +81,18 @@ class RemoteHost:
         """Ends what is still open, at the end of the run."""
         if not self.is_lost:
             try:
-                await deadline(self.actor.close_all.call_one(), _CLOSE_S, f"host {self.address}: its sandboxes")
-            except RuntimeError as error:
-                logger.warning("sandboxes may end with their host's process alone (%s)", error)
+                await self.ask(self.actor.close_all, within_s=_CLOSE_S)
+            except SandboxError as error:
+                logger.warning("sandboxes were left to their host's process: %s", error)
         await self._finish("sandbox: the run has ended")
 
     async def close_sandbox(self, number: int) -> None:
-        if self.is_lost:  # they end with the host's actor, or when it hears nothing of this process
-            return
-        try:
-            await deadline(self.actor.close.call_one(number), _ANSWER_S, f"sandbox on host {self.address}: its end")
-        except RuntimeError as error:
-            logger.warning("a sandbox may have been left to its host's process (%s)", error)
+        """Ends a sandbox. Those of a lost host end with the host's actor, or when it hears nothing of this process."""
+        if not self.is_lost:
+            try:
+                await self.ask(self.actor.close, number, within_s=_ANSWER_S)
+            except SandboxError as error:
+                logger.warning("a sandbox was left to its host's process: %s", error)
 
     async def _finish(self, reason: str) -> None:
         if not self.end.done():
@@ -103,7 +103,7 @@ class RemoteHost:
         await self._streams.close()
 
     async def _lose(self, error: Exception) -> None:
-        reason = _reason(error, f"no answer within {_SILENT_S:g} s")
+        reason = _reason(error, f"no answer within {SILENT_S:g} s")
         log_fields = {"event": "sandbox_host_lost", "who": self.address}
         logger.warning("host %s is lost for sandboxes: %s", self.address, reason, extra=log_fields)
         await self._finish(f"sandbox: host {self.address} is lost ({reason}); new sandboxes open on other hosts")
@@ -160,17 +160,17 @@ class RemoteSandbox:
 
 
 async def _prompt(call: Any) -> Any:
-    """The answer of a host that lives. Raises WorkerLost after `_SILENT_S` without one, RuntimeError where the call
+    """The answer of a host that lives. Raises WorkerLost after `SILENT_S` without one, RuntimeError where the call
     fails."""
-    answered = asyncio.ensure_future(deadline(call, 2 * _SILENT_S, "sandboxes"))
+    answered = asyncio.ensure_future(deadline(call, 2 * SILENT_S, "sandboxes"))
     try:
         # In two waits: where user code has blocked this event loop for all of the first, the answer has come meanwhile
         # and is taken in the second.
-        for seconds in (_SILENT_S - 1, 1):
+        for seconds in (SILENT_S - 1, 1):
             await asyncio.wait({answered}, timeout=seconds)
             if answered.done():
                 return answered.result()
-        raise WorkerLost(f"sandboxes: no answer within {_SILENT_S:g} s")
+        raise WorkerLost(f"sandboxes: no answer within {SILENT_S:g} s")
     finally:
         answered.cancel()
 

@@ -117,7 +117,9 @@ class ActorLauncher:
 
     async def _start_sandbox_hosts(self, config: RunConfig) -> None:
         """Before the meshes: a host that cannot run the config's sandboxes is refused within seconds."""
-        self._sandbox_hosts = await start_sandbox_hosts(config, self.hosts, self._spawn, timeout_s=self.start_timeout_s)
+        self._sandbox_hosts = await start_sandbox_hosts(
+            config, self.hosts, self._spawn, timeout_s=self.start_timeout_s, log_dir=self.log_dir
+        )
         if self._sandbox_hosts is not None:
             registry.register(self._sandbox_hosts)
 

@@ -25,10 +25,15 @@ __all__ = ["is_this_machine", "sandboxes_of", "start_sandbox_hosts"]
 
 
 async def start_sandbox_hosts(
-    config: RunConfig, hosts: Hosts, spawn: Callable[[str, int, Place], Awaitable[Any]], *, timeout_s: float
+    config: RunConfig,
+    hosts: Hosts,
+    spawn: Callable[[str, int, Place], Awaitable[Any]],
+    *,
+    timeout_s: float,
+    log_dir: str | None = None,
 ) -> RunHosts | None:
     """The hosts on which the sandboxes of a run are opened; None for a run whose config has no sandbox, and for one on
-    the controller's host alone. `spawn(name, ranks, place)` starts processes.
+    the controller's host alone. `spawn(name, ranks, place)` starts processes, which log into `log_dir`.
 
     Raises RuntimeError naming a host that cannot run the sandboxes or does not answer within `timeout_s`.
     """
@@ -41,7 +46,7 @@ async def start_sandbox_hosts(
     async def start(index: int) -> tuple[int, Any, int]:
         """The index of a host, its actor, and its free memory in bytes."""
         name, label = f"sandboxes-{index}", f"host {hosts.hosts[index].address}: sandboxes"
-        actor = (await spawn(name, 1, Place(hosts=[index], devices=[""]))).spawn(name, SandboxHost)
+        actor = (await spawn(name, 1, Place(hosts=[index], devices=[""]))).spawn(name, SandboxHost, name, log_dir)
         if problem := await deadline(actor.problem.call_one(configs), timeout_s, label):
             raise RuntimeError(f"host {hosts.hosts[index].address}: {problem}")
         free_bytes, _ = await deadline(actor.collect.call_one(), timeout_s, label)
