@@ -1,10 +1,12 @@
-"""The config of a run whose agent is a command in a sandbox, judged there: two steps of configs/calculator_agent.py."""
+"""The config of a run whose agent is a command in a sandbox, judged there: two steps of configs/calculator_agent.py.
+The part `remote` of its reward is 1 for a sandbox that is not on the controller's host."""
 
 import dataclasses
 import sys
 from pathlib import Path
 
 from torchtitan_rl.config.load import load_config
+from torchtitan_rl.dispatch.remote_sandbox import RemoteSandbox
 from torchtitan_rl.rollout.external import external
 from torchtitan_rl.tasks.sandbox.config import SandboxConfig
 
@@ -22,7 +24,7 @@ open("answer.txt", "w").write(answer)
 async def judge(task, sandbox):
     await sandbox.write({"checks/length.py": b"print(len(open('home/answer.txt').read()))"})
     done = await sandbox.run([sys.executable, "-I", "checks/length.py"], timeout_s=60)
-    return int(done.stdout) / 8
+    return int(done.stdout) / 8, {"remote": float(isinstance(sandbox, RemoteSandbox))}
 
 
 def config():
