@@ -134,6 +134,7 @@ def test_sandboxes_run_on_every_host_a_lost_one_is_named_and_a_killed_controller
     assert run.workers[1].is_running() and all(gone(child.pid) for child in run.workers[1].children())
 
 
+@pytest.mark.slow
 def test_the_agents_of_a_run_are_in_sandboxes_on_both_of_its_hosts(run, tmp_path):
     workers = run.start_workers(2, lease_s=30)
     config, directory = str(ROOT / "tests" / "integration" / "sandboxed_agent.py"), tmp_path / "run"
@@ -143,6 +144,6 @@ def test_the_agents_of_a_run_are_in_sandboxes_on_both_of_its_hosts(run, tmp_path
     assert run.controller.wait(500) == 0, run.output.read_text()
     steps = [line for line in RunDir(directory).read_metrics() if line["phase"] == "reinforcement"]
     assert len(steps) == 2 and all(0 < line["reward/mean"] <= 1 for line in steps)
-    assert all(line["reward/part_remote_mean"] == 0.5 for line in steps), steps  # 16 at once, hosts of the same size
+    assert all(0.25 <= line["reward/part_remote_mean"] <= 0.75 for line in steps), steps  # hosts of the same size
     assert not any("failure/" in name and value for line in steps for name, value in line.items())
     assert all(gone(child.pid) for worker in run.workers for child in worker.children(recursive=True))

@@ -314,11 +314,11 @@ class ActorLauncher:
     async def stop(self, timeout_s: float = 5.0) -> None:
         """Stops every mesh, then kills the processes that are left after `timeout_s` or cannot be stopped."""
         self._stopping = True
+        if self._sandbox_hosts is not None:  # while its actors are there; it takes seconds at most
+            registry.unregister(self._sandbox_hosts)
+            await self._sandbox_hosts.close()
 
         async def stop_all() -> None:
-            if self._sandbox_hosts is not None:
-                registry.unregister(self._sandbox_hosts)
-                await self._sandbox_hosts.close()
             stops = [self.store.stop()] if self.store is not None else []
             results = await asyncio.gather(*stops, return_exceptions=True)
             results += await asyncio.gather(
