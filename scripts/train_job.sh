@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Trains a config as a job: scripts/train_job.sh slurm|kubernetes CONFIG --num-hosts N [--dry-run] [--field.path value].
+# Gives a run that goes on further hosts: scripts/train_job.sh slurm-join RUN --num-hosts N [--dry-run].
 # --dry-run prints what would be submitted; no Kubernetes has been given more than that. --help lists the options.
 # docs/slurm.md says what a Slurm job does when it is preempted, queued again, out of time or cancelled.
 set -euo pipefail

@@ -39,6 +39,21 @@ def random_datums(num: int, *, seed: int = 0, min_len: int = 2, max_len: int = 1
     return datums
 
 
+def siblings(sizes: list[int], *, prompt: int = 12) -> list[Datum]:
+    """Groups of so many datums that begin with one prompt of so many tokens; of the prompt nothing trains."""
+    datums = []
+    for seed, size in enumerate(sizes):
+        group = random_datums(size, seed=seed, min_len=prompt + 2, max_len=prompt + 6)
+        for datum in group:
+            datum.tokens[:prompt] = group[0].tokens[:prompt]
+            datum.target_tokens[: prompt - 1] = group[0].tokens[1:prompt]
+            mask = (torch.arange(len(datum)) >= prompt - 1).float()
+            for name, column in datum.loss_inputs.items():
+                datum.loss_inputs[name] = mask if name == "loss_mask" else mask * column
+            datums.append(datum)
+    return datums
+
+
 def distillation_datums(num: int, *, seed: int, dim: int, num_targets: int = 3, **lengths) -> list[Datum]:
     """Ragged datums with several targets and weights a token, and a teacher's hidden states, all made up."""
     generator, made = torch.Generator().manual_seed(seed), []

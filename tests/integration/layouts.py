@@ -99,7 +99,7 @@ def started(loop, config, **how):
     return mesh, lambda: loop.run_until_complete(running.__aexit__(None, None, None))
 
 
-def client(mesh, max_tokens: int = 10**6, model: ModelConfig = MODEL) -> TrainingClient:
+def client(mesh, max_tokens: int = 10**6, model: ModelConfig = MODEL, **how) -> TrainingClient:
     """A client is only a way to call a mesh; one for each microbatch budget costs nothing."""
     return TrainingClient(
         mesh,
@@ -107,6 +107,7 @@ def client(mesh, max_tokens: int = 10**6, model: ModelConfig = MODEL) -> Trainin
         max_datum_tokens=64,
         temperature=1.0,
         vocab_size=model.shape.vocab_size,
+        **how,
     )
 
 

@@ -30,7 +30,7 @@ from torchtitan_rl.tools.audit import audit
 from torchtitan_rl.tools.certify.lora_checks import adapters_of
 from torchtitan_rl.types import WITHOUT_ADAPTERS, OptimParams, Request, SamplingParams
 
-pytestmark = pytest.mark.whole
+pytestmark = [pytest.mark.whole, pytest.mark.usefixtures("forked")]
 
 FAMILIES = ["qwen3", "llama3", "qwen2", "qwen3-moe", "gpt-oss-plain", "qwen3_5"]
 SLOTS = 3

@@ -111,9 +111,9 @@ def test_steps_beside_trl(tmp_path):
         assert list(measurement.sides) == [OURS, *stepping.TRL.values()] and measurement.ratio > 0
 
 
-def test_steps_of_more_groups(tmp_path, monkeypatch):
+def test_steps_of_more_groups(tmp_path, fork_server, monkeypatch):
     monkeypatch.setattr(scaling, "NUM_GROUPS", (1, 2))
-    with nothing_left():
+    with nothing_left(), in_use(fork_server):
         measured = scaling.measure_scale(TINY, 2, tmp_path, quiet)
     assert [len(measured.steps[num_groups]) for num_groups in (1, 2)] == [2, 2]
     for num_groups, steps in measured.steps.items():
@@ -122,12 +122,12 @@ def test_steps_of_more_groups(tmp_path, monkeypatch):
     assert [line["tokens/generated"] // 64 for line in lines] == [1, 2, 2, 1, 1, 2]  # the order changes each round
 
 
-def test_memory_of_a_run_beside_bare_sides(tmp_path):
-    with nothing_left():
+def test_memory_of_a_run_beside_bare_sides(tmp_path, fork_server):
+    with nothing_left(), in_use(fork_server):
         measured = memory_use.measure_memory(TINY, 1, tmp_path, quiet)
     names = {process.name for process in measured.run}
     assert names == {"ours", "policy-0", "generator_0-0", "store-0"} and len(measured.bare) == 2
-    assert measured.payload == 4 * TINY.shape.num_parameters and 0.5 < measured.ratio < 5
+    assert measured.payload == 4 * TINY.shape.num_parameters and 0.1 < measured.ratio < 5  # forks share pages
 
 
 async def test_both_trainers_compute_the_same_loss(tmp_path):

@@ -64,17 +64,18 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def holding(processes: list[psutil.Process], what: str) -> set[int]:
-    """The processes that hold a segment of shared memory of this name."""
-    found = set()
-    for process in processes:
-        for fd in Path(f"/proc/{process.pid}/fd").glob("*"):
-            try:
-                if what in os.readlink(fd):
-                    found.add(process.pid)
-            except OSError:
-                pass  # closed since, or the process has ended
-    return found
+def holding(directory: Path, name: str) -> set[int]:
+    """The processes that write a file below a directory, as those of a run do, and hold a segment of shared memory of
+    this name."""
+    pids = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        opened = []
+        for fd in process.glob("fd/*"):
+            with suppress(OSError):  # closed since, or the process has ended
+                opened.append(os.readlink(fd))
+        if any(path.startswith(str(directory)) for path in opened) and any(name in path for path in opened):
+            pids.add(int(process.name))
+    return pids
 
 
 class Launch:
@@ -141,12 +142,13 @@ def launch(tmp_path):
             one.kill()
 
 
-def test_a_trainer_over_two_hosts_trains_and_everything_ends(launch, tmp_path):
-    run = launch()
+def test_a_trainer_over_two_hosts_trains_and_everything_ends(launch, tmp_path, fork_server):
+    with in_use(fork_server):
+        run = launch()
     run.wait_for_metrics()
     processes = run.descendants()
     # Between hosts every trainer rank keeps its own shard, and every generator what it has fetched.
-    publishers, fetchers = holding(processes, "torchtitan_rl_weights"), holding(processes, "torchtitan_rl_staging")
+    publishers, fetchers = holding(tmp_path, "torchtitan_rl_weights"), holding(tmp_path, "torchtitan_rl_staging")
     assert len(publishers) == len(fetchers) == 2 and not publishers & fetchers
     assert run.wait(240) == [0, 0], run.text()
     _, alive = psutil.wait_procs(processes, timeout=5)

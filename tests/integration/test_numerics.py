@@ -13,7 +13,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.integration.helpers import distillation_datums, flat, random_datums, relative_l2
+from tests.integration.helpers import distillation_datums, flat, random_datums, relative_l2, siblings
 from tests.integration.layouts import (
     a_launcher,
     client,
@@ -24,6 +24,7 @@ from tests.integration.layouts import (
     trainer_config,
 )
 from torchtitan_rl.algorithm.losses import cross_entropy, importance_sampling, ppo, reverse_kl
+from torchtitan_rl.dispatch.shared_plan import PrefixCost
 from torchtitan_rl.types import OptimParams
 
 pytestmark = [pytest.mark.whole, pytest.mark.usefixtures("forked")]
@@ -161,6 +162,20 @@ def test_a_gradient_of_distillation_is_that_of_one_rank_and_one_microbatch(
 ):
     data = distillation_datums(num, seed=seed, dim=64, num_targets=num_targets, min_len=1, max_len=max_len)
     check_gradient(loop, laid_out, one_rank[0], data, seed, budget, num_calls, loss_fn)
+
+
+@pytest.mark.parametrize("laid_out", ["dp2"], indirect=True)
+@pytest.mark.parametrize("budget", [EVERYTHING, 40], ids=["one microbatch", "groups cut in parts"])
+def test_siblings_that_compute_their_prompt_once_have_the_gradient_of_whole_datums(loop, laid_out, one_rank, budget):
+    data = siblings([5, 2, 1])  # a group in several parts, and one without siblings
+    trainer = client(laid_out, budget, prefix_cost=PrefixCost(pair=0.0, group=0.0))
+    rows, expected = loop.run_until_complete(gradient(client(one_rank[0]), [data], ppo))
+    got_rows, got = loop.run_until_complete(gradient(trainer, [data], ppo))
+    assert loop.run_until_complete(trainer.forward_backward(data, ppo)).metrics["prompt/shared_frac"] > 0.3
+    loop.run_until_complete(trainer.optim_step(OptimParams(lr=0.0)))
+    assert relative_l2(got, expected) <= 1e-5
+    for row, got_row in zip(rows, got_rows, strict=True):
+        torch.testing.assert_close(got_row, row, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("laid_out", marked(DISTILLED), indirect=True)

@@ -1,8 +1,10 @@
-"""A run as a job of a real Slurm, of two nodes on this machine: to its end, queued again, out of time, cancelled.
+"""A run as a job of a real Slurm, of two nodes on this machine: to its end, queued again, out of time, cancelled; and a
+second job that joins it.
 
 Both nodes share the machine's cores and network, see `tests.slurm.bed`.
 """
 
+import json
 import os
 import re
 import subprocess
@@ -46,6 +48,8 @@ FLAGS = {
     "generator.num-threads": 1,
 }
 ENDLESS = ("--supervised.num-steps", "100000")
+_SERVES_S = 600
+"""Within which a replica serves, or steps are taken, also on a machine that others use."""
 
 
 @pytest.fixture(scope="module")
@@ -58,17 +62,22 @@ def cluster():
 def submit(cluster: Cluster, path: Path, *more: str) -> str:
     """Submits the run of `FLAGS` as a job; returns the job's number."""
     flags = [text for name, value in FLAGS.items() for text in (f"--{name}", str(value))]
-    command = ["bash", "scripts/train_job.sh", "slurm", "configs/quickstart.py", "--num-hosts", "2", *flags]
-    done = subprocess.run(
-        [*command, "--output-dir", str(path), *more],
+    config = "configs/quickstart.py"
+    done = train_job(cluster, "slurm", config, "--num-hosts", "2", *flags, "--output-dir", str(path), *more)
+    assert done.returncode == 0, done.stderr
+    return re.match(r"job (\d+): submitted", done.stdout)[1]
+
+
+def train_job(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess:
+    """What the script that submits jobs answers."""
+    return subprocess.run(
+        ["bash", "scripts/train_job.sh", *arguments],
         cwd=ROOT,
         env=cluster.environment | {"TORCHTITAN_RL_PYTHON": sys.executable},
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert done.returncode == 0, done.stderr
-    return re.match(r"job (\d+): submitted", done.stdout)[1]
 
 
 def until(condition: Callable[[], bool], output: Path, within_s: float = 240) -> float:
@@ -209,14 +218,55 @@ def test_scancel_leaves_nothing(cluster, tmp_path):
 
 
 def test_a_job_that_slurm_refuses_says_so(cluster, tmp_path):
-    command = ["bash", "scripts/train_job.sh", "slurm", "configs/quickstart.py", "--output-dir", str(tmp_path / "run")]
-    done = subprocess.run(
-        [*command, "--partition", "nowhere"],
-        cwd=ROOT,
-        env=cluster.environment | {"TORCHTITAN_RL_PYTHON": sys.executable},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    arguments = ["configs/quickstart.py", "--output-dir", str(tmp_path / "run"), "--partition", "nowhere"]
+    done = train_job(cluster, "slurm", *arguments)
     assert done.returncode == 1 and "error: sbatch: the job was not accepted" in done.stderr
     assert "invalid partition specified: nowhere" in done.stderr
+
+
+@pytest.mark.timeout(1800)
+def test_a_second_job_joins_is_preempted_joins_again_and_leaves_before_its_time_is_up(cluster, tmp_path):
+    path = tmp_path / "run"
+    single = {"--trainer.num-hosts": 1, "--trainer.parallelism.data-parallel-shard-degree": 1}
+    single |= {"--generator.num-replicas": 1, "--controller.num-steps": 100_000, "--controller.eval-every": 0}
+    single |= {"--algorithm.group-size": 4, "--supervised.num-steps": 2}
+    flags = [text for name, value in single.items() for text in (name, str(value))]
+    job = submit(cluster, path, "--num-hosts", "1", *flags)
+    output = path / f"slurm-{job}.txt"
+    until(lambda: lines(path, "reinforcement") >= 2, output, _SERVES_S)
+
+    def replicas() -> int:
+        return len(json.loads((path / "status.json").read_text())["replicas"])
+
+    def goes_on(steps: int = 2) -> None:
+        reached = lines(path, "reinforcement") + steps
+        until(lambda: lines(path, "reinforcement") >= reached, output, _SERVES_S)
+
+    submitted = train_job(cluster, "slurm-join", str(path), "--num-hosts", "1", "--time-limit", "01:00:00")
+    assert submitted.returncode == 0, submitted.stderr
+    hosts = re.match(r"job (\d+): submitted", submitted.stdout)[1]
+    theirs = path / f"slurm-{hosts}.txt"
+    print(f"\na host of a second job served after {until(lambda: replicas() == 2, theirs, within_s=_SERVES_S):.1f} s")
+    goes_on()
+    node = cluster.job(hosts)["NodeList"]
+    urgent = cluster.run("sbatch", "--parsable", "-p", "high", "-w", node, "-o", "/dev/null", "--wrap", "sleep 2")
+    waited = until(in_state(cluster, urgent, "RUNNING", "COMPLETED"), theirs, within_s=120)
+    print(f"a job of higher priority had the node after {waited:.1f} s")
+    assert "leaves within 12 s" in theirs.read_text() and "has left" in theirs.read_text()
+    until(lambda: replicas() == 1, output, within_s=120)
+    goes_on()
+    until(in_state(cluster, urgent, "COMPLETED"), theirs, within_s=120)
+    cluster.start_now(hosts)
+    until(lambda: replicas() == 2, theirs, within_s=_SERVES_S)
+    goes_on()
+    cluster.run("scancel", "--batch", "--signal=USR1", hosts)  # as Slurm does before the time limit
+    until(in_state(cluster, hosts, "COMPLETED", "FAILED"), theirs, within_s=120)
+    assert cluster.job(hosts)["JobState"] == "COMPLETED", theirs.read_text()
+    assert replicas() == 1
+    goes_on()
+    cluster.run("scancel", job)
+    until(in_state(cluster, job, "CANCELLED"), output, within_s=120)
+    audited(path)
+    kinds = [event["kind"] for event in RunDir(path).tables["events"].read()]
+    assert kinds.count("host_joined") == kinds.count("host_left") == 2
+    assert "host_lost" not in kinds and "replica_lost" not in kinds

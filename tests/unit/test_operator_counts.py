@@ -48,7 +48,7 @@ def test_a_decode_step_by_packed_matrices_copies_no_heads_apart():
 def test_a_training_step(process_group, checkpoint, layer):
     counts = operator_counts.training_counts(checkpoint)
     assert counts["forward"].layer == 57 and counts["forward"].rest <= 50
-    assert counts["microbatch"].layer == layer and counts["microbatch"].rest <= 142
+    assert counts["microbatch"].layer == layer and counts["microbatch"].rest <= 151
     assert counts["step"].layer == 0 and counts["step"].rest <= 17  # one operator for all parameters
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -32,7 +31,7 @@ from torchtitan_rl.weights.finite import NotFinite
 from torchtitan_rl.weights.role_copies import RoleCopies
 from torchtitan_rl.weights.versioned import VersionedStore
 
-__all__ = ["TrainerRank", "implements", "require"]
+__all__ = ["TrainerRank", "require"]
 
 logger = logging.getLogger(__name__)
 
@@ -50,34 +49,12 @@ def require(operation: Operation, role: str, parts: Mapping[str, Part]) -> None:
         )
 
 
-def implements(operation: Operation) -> Callable[[Callable], Callable]:
-    """Marks the method of `TrainerRank` that does an operation: each call first checks what `require` says."""
-
-    def decorate(method: Callable) -> Callable:
-        @functools.wraps(method)
-        def checked(rank: TrainerRank, *args: Any) -> Any:
-            require(operation, rank.role, rank.parts)
-            name = f"{rank.role}.{operation.__name__}"
-            if inspect.iscoroutinefunction(method):  # an operation that uses the store
-                return _awaited(name, method(rank, *args))
-            with served(name):
-                return method(rank, *args)
-
-        return checked
-
-    return decorate
-
-
-async def _awaited(name: str, answer: Awaitable[Any]) -> Any:
-    with served(name):
-        return await answer
-
-
 class TrainerRank:
     """A torchtitan model, sharded by torchtitan's canonical plan, and an optimizer. The process group must exist.
 
     A `critic` has a value head; `reference` and `teacher` only score and have no optimizer. Every rank of a mesh gets
-    the same calls in the same order: most of them are collective.
+    the same calls in the same order: most of them are collective. What others call of a mesh stands below a
+    `with self.serving(...)`.
     """
 
     def __init__(
@@ -113,39 +90,48 @@ class TrainerRank:
         self._took_step = False
         logger.info("model: %s, %d parameters, degrees %s", self.shape, self.shape.num_parameters, self.parallel_dims)
 
+    @contextmanager
+    def serving(self, operation: Operation) -> Iterator[None]:
+        """The block that does an operation. Raises as `require` does, before anything is done."""
+        require(operation, self.role, self.parts)
+        with served(f"{self.role}.{operation.__name__}"):
+            yield
+
     # Training and scoring.
 
-    @implements(TrainerOperations.forward_backward)
     def forward_backward(
         self, batches: list[Microbatch], loss_fn: LossFunction, temperature: float, loss_weight: float
     ) -> Accumulated:
         """Adds the gradient of this rank's microbatches, in order."""
-        return accumulate_gradients(
-            self.model,
-            batches,
-            loss_fn,
-            self.device,
-            temperature=temperature,
-            loss_weight=loss_weight,
-            multiple_of=self.parallel_dims.tp,  # sequence parallelism cuts the packed tokens into equal parts
-        )
+        with self.serving(TrainerOperations.forward_backward):
+            return accumulate_gradients(
+                self.model,
+                batches,
+                loss_fn,
+                self.device,
+                temperature=temperature,
+                loss_weight=loss_weight,
+                multiple_of=self.parallel_dims.tp,  # sequence parallelism cuts the packed tokens into equal parts
+            )
 
-    @implements(TrainerOperations.optim_step)
     def optim_step(self, params: OptimParams, grad_scale: float) -> OptimStepOutput:
         """Clips the gradient, takes a step and zeroes the gradient; a gradient that is not finite skips the step."""
-        params = self._with_defaults(params)
-        with span("clip and step"):
-            norm, stepped = clip_and_step(
-                list(self.model.parameters()),
-                self.optimizers,
-                params,
-                grad_scale,
-                expert_parallel=self.parallel_dims.ep_enabled,
+        with self.serving(TrainerOperations.optim_step):
+            params = self._with_defaults(params)
+            with span("clip and step"):
+                norm, stepped = clip_and_step(
+                    list(self.model.parameters()),
+                    self.optimizers,
+                    params,
+                    grad_scale,
+                    expert_parallel=self.parallel_dims.ep_enabled,
+                )
+            self.policy_version += stepped
+            if self.device.type == "cuda" and not self._took_step:
+                self._tighten_timeouts()
+            return OptimStepOutput(
+                grad_norm=norm, lr=params.lr, policy_version=self.policy_version, skipped=not stepped
             )
-        self.policy_version += stepped
-        if self.device.type == "cuda" and not self._took_step:
-            self._tighten_timeouts()
-        return OptimStepOutput(grad_norm=norm, lr=params.lr, policy_version=self.policy_version, skipped=not stepped)
 
     def _with_defaults(self, params: OptimParams) -> OptimParams:
         """The parameters with the trainer config's value for each that is None."""
@@ -166,134 +152,134 @@ class TrainerRank:
         set_pg_timeouts(timedelta(seconds=self.config.comm.train_timeout_seconds), self.parallel_dims)
         self._took_step = True
 
-    @implements(TrainerOperations.forward)
     def forward(
         self, batches: list[Microbatch], temperature: float, top_k: int = 0, hidden: bool = False, entropy: bool = False
     ) -> Accumulated:
         """Scores this rank's microbatches, in order: log-probabilities (a critic: values), and with `top_k` the
         likeliest tokens, with `hidden` the hidden states, with `entropy` the entropies."""
-        result = score(
-            self.model,
-            batches,
-            self.device,
-            temperature=temperature,
-            multiple_of=self.parallel_dims.tp,
-            top_k=top_k,
-            hidden=hidden,
-            entropy=entropy,
-        )
-        if self.tensor_parallel[0]:  # dispatch reads tensor-parallel rank 0 only, and rows are large
-            result.rows = {}
-        return result
+        with self.serving(TrainerOperations.forward):
+            result = score(
+                self.model,
+                batches,
+                self.device,
+                temperature=temperature,
+                multiple_of=self.parallel_dims.tp,
+                top_k=top_k,
+                hidden=hidden,
+                entropy=entropy,
+            )
+            if self.tensor_parallel[0]:  # dispatch reads tensor-parallel rank 0 only, and rows are large
+                result.rows = {}
+            return result
 
-    @implements(TrainerOperations.reset_optimizer)
     def reset_optimizer(self) -> None:
         """Clears moments and step count, for a new phase with another loss."""
-        self.clear_moments()
+        with self.serving(TrainerOperations.reset_optimizer):
+            self.clear_moments()
 
     def clear_moments(self) -> None:
         """What other operations use of `reset_optimizer`: needs no gradients on the device."""
         for optimizer in self.optimizers:
             optimizer.state.clear()
 
-    @implements(TrainerOperations.begin_model)
     def begin_model(self, policy_version: int) -> None:
-        self.adapters.begin_model(policy_version)
+        with self.serving(TrainerOperations.begin_model):
+            self.adapters.begin_model(policy_version)
 
     # Weights, through the store.
 
-    @implements(TrainerOperations.push_weights)
     async def push_weights(
         self, dtype: torch.dtype, transport: str, verify: bool, adapters_apart: bool
     ) -> int | NotFinite:
         """Publishes this policy version to the store, parameters cast to `dtype`: its weights with adapters merged in,
         or with `adapters_apart` the adapters alone, before the first of them the base. Returns the version, or which
         tensor is not finite; then the version is not published."""
-        if adapters_apart:
-            first = await self.exchange.push_adapters(self.policy_version, dtype, transport, verify)
-        else:
-            first = await self.exchange.push(self.policy_version, dtype, transport, verify)
-        return NotFinite(version=self.policy_version, tensor=first) if first else self.policy_version
+        with self.serving(TrainerOperations.push_weights):
+            if adapters_apart:
+                first = await self.exchange.push_adapters(self.policy_version, dtype, transport, verify)
+            else:
+                first = await self.exchange.push(self.policy_version, dtype, transport, verify)
+            return NotFinite(version=self.policy_version, tensor=first) if first else self.policy_version
 
-    @implements(TrainerOperations.discard_weights)
     def discard_weights(self, version: int | str) -> None:
-        self.exchange.discard_weights(version)
+        with self.serving(TrainerOperations.discard_weights):
+            self.exchange.discard_weights(version)
 
-    @implements(TrainerOperations.push_copy)
     async def push_copy(self, transport: str) -> None:
-        await self.copies.push_copy(transport)
+        with self.serving(TrainerOperations.push_copy):
+            await self.copies.push_copy(transport)
 
-    @implements(TrainerOperations.pull_copy)
     async def pull_copy(self) -> None:
-        await self.copies.pull_copy()
+        with self.serving(TrainerOperations.pull_copy):
+            await self.copies.pull_copy()
 
-    @implements(TrainerOperations.push_head)
     async def push_head(self, transport: str) -> None:
-        await self.copies.push_head(transport)
+        with self.serving(TrainerOperations.push_head):
+            await self.copies.push_head(transport)
 
-    @implements(TrainerOperations.pull_head)
     async def pull_head(self) -> None:
-        await self.copies.pull_head()
+        with self.serving(TrainerOperations.pull_head):
+            await self.copies.pull_head()
 
     # Files.
 
-    @implements(TrainerOperations.init_model)
     def init_model(self, path: str) -> None:
-        self.files.init_model(path)
+        with self.serving(TrainerOperations.init_model):
+            self.files.init_model(path)
 
-    @implements(TrainerOperations.stage_checkpoint)
     def stage_checkpoint(self, path: str) -> None:
-        self.files.stage_checkpoint(path)
+        with self.serving(TrainerOperations.stage_checkpoint):
+            self.files.stage_checkpoint(path)
 
-    @implements(TrainerOperations.checkpoint_written)
     def checkpoint_written(self) -> dict[str, list] | None:
-        return self.files.checkpoint_written()
+        with self.serving(TrainerOperations.checkpoint_written):
+            return self.files.checkpoint_written()
 
-    @implements(TrainerOperations.remove_checkpoint)
     def remove_checkpoint(self, path: str) -> None:
-        self.files.remove_checkpoint(path)
+        with self.serving(TrainerOperations.remove_checkpoint):
+            self.files.remove_checkpoint(path)
 
-    @implements(TrainerOperations.load_checkpoint)
     def load_checkpoint(self, path: str, policy_version: int) -> None:
-        self.files.load_checkpoint(path, policy_version)
+        with self.serving(TrainerOperations.load_checkpoint):
+            self.files.load_checkpoint(path, policy_version)
 
-    @implements(TrainerOperations.load_weights)
     def load_weights(self, path: str, policy_version: int) -> None:
-        self.files.load_weights(path, policy_version)
+        with self.serving(TrainerOperations.load_weights):
+            self.files.load_weights(path, policy_version)
 
-    @implements(TrainerOperations.save_hf_model)
     def save_hf_model(self, path: str, eos: int, pad: int) -> None:
-        self.files.save_hf_model(path, eos, pad)
+        with self.serving(TrainerOperations.save_hf_model):
+            self.files.save_hf_model(path, eos, pad)
 
-    @implements(TrainerOperations.save_adapter)
     def save_adapter(self, path: str) -> None:
-        self.files.save_adapter(path)
+        with self.serving(TrainerOperations.save_adapter):
+            self.files.save_adapter(path)
 
-    @implements(TrainerOperations.parameters)
     def parameters(self) -> dict[str, torch.Tensor]:
-        return self.files.parameters()
+        with self.serving(TrainerOperations.parameters):
+            return self.files.parameters()
 
-    @implements(TrainerOperations.gradients)
     def gradients(self) -> dict[str, torch.Tensor | None]:
-        return self.files.gradients()
+        with self.serving(TrainerOperations.gradients):
+            return self.files.gradients()
 
     # Several LoRA models over one base.
 
-    @implements(TrainerOperations.add_adapter)
     def add_adapter(self, name: str, lora_rank: int, seed: int, parts: tuple[str, ...], policy_version: int) -> None:
-        self.adapters.add_adapter(name, lora_rank, seed, parts, policy_version)
+        with self.serving(TrainerOperations.add_adapter):
+            self.adapters.add_adapter(name, lora_rank, seed, parts, policy_version)
 
-    @implements(TrainerOperations.use_adapter)
     def use_adapter(self, name: str) -> None:
-        self.adapters.use_adapter(name)
+        with self.serving(TrainerOperations.use_adapter):
+            self.adapters.use_adapter(name)
 
-    @implements(TrainerOperations.drop_adapter)
     def drop_adapter(self, name: str) -> None:
-        self.adapters.drop_adapter(name)
+        with self.serving(TrainerOperations.drop_adapter):
+            self.adapters.drop_adapter(name)
 
-    @implements(TrainerOperations.freeze_untrained)
     def freeze_untrained(self) -> None:
-        self.adapters.freeze_untrained()
+        with self.serving(TrainerOperations.freeze_untrained):
+            self.adapters.freeze_untrained()
 
     # The device, and what somebody sees of it.
 

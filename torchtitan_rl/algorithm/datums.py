@@ -46,9 +46,9 @@ def to_datums(groups: list[RolloutGroup], config: AlgorithmConfig) -> list[Datum
             _sequences(group.rollouts[i], advantages, credits_of(group.rollouts[i], config), index, number)
         )
         sequences += [sequence for sequence in of_rollout if sequence.has_credit] or of_rollout
-    columns = [sequence.columns() for sequence in sequences]
-    weights = config.reduction([inputs["loss_mask"] for inputs in columns], [s.group for s in sequences])
-    data = [s.datum(inputs | {"token_weights": w}) for s, inputs, w in zip(sequences, columns, weights, strict=True)]
+    masks = [torch.tensor(sequence.mask[1:]) for sequence in sequences]
+    weights = config.reduction(masks, [sequence.group for sequence in sequences])
+    data = [s.datum(mask_T, weight_T) for s, mask_T, weight_T in zip(sequences, masks, weights, strict=True)]
     if any(turn.soft_targets is not None for turn in turns):
         data = with_soft_targets(data, [(sequence.name, sequence.turns) for sequence in sequences])
     if config.expert_routing != "own":
@@ -89,21 +89,19 @@ class _Sequence:
         self.logprobs += before + [x if math.isfinite(x) else 0.0 for x in logprobs]
         self.advantages += before + [credit * advantage for advantage in advantages]
 
-    def columns(self) -> dict[str, torch.Tensor]:
-        """Loss inputs, each (T,). Position t predicts token t + 1, so the first token has no entry."""
-        mask_T = torch.tensor(self.mask[1:])
-        return {
-            "loss_mask": mask_T,
-            "advantages": mask_T * torch.tensor(self.advantages[1:]),
-            "sampling_logprobs": torch.tensor(self.logprobs[1:]),
-        }
-
-    def datum(self, loss_inputs: dict[str, torch.Tensor]) -> Datum:
+    def datum(self, mask_T: torch.Tensor, weight_T: torch.Tensor) -> Datum:
+        """The sequence with its loss mask and token weights. Position t predicts token t + 1, so `mask_T` and all other
+        loss inputs begin with the second token."""
         tokens = torch.tensor(self.tokens)
         return Datum(
             tokens=tokens[:-1],
             target_tokens=tokens[1:],
-            loss_inputs=loss_inputs,
+            loss_inputs={
+                "loss_mask": mask_T,
+                "advantages": mask_T * torch.tensor(self.advantages[1:]),
+                "sampling_logprobs": torch.tensor(self.logprobs[1:]),
+                "token_weights": weight_T,
+            },
             group=self.group,
             rollout=self.rollout,
             turns=[(i, at - 1, len(t.completion.tokens)) for i, (at, t) in enumerate(self.turns, self.first_turn)],

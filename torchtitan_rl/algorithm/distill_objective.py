@@ -7,20 +7,16 @@ import dataclasses
 import torch
 
 from torchtitan_rl.algorithm.losses import cross_entropy, masked_difference, mismatch, reverse_kl
+from torchtitan_rl.algorithm.surrogate import sampled_logprobs
 from torchtitan_rl.config.algorithm import DistillConfig
 from torchtitan_rl.types import LossFunction, LossInputs
 
-__all__ = ["distilled", "sampled_logprobs", "zero_loss"]
+__all__ = ["distilled", "zero_loss"]
 
 
 def zero_loss(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """A loss of 0 in the place of `loss_fn`, for a policy that learns from the teacher alone."""
     return inputs.policy_logprobs.new_zeros(()), {}
-
-
-def sampled_logprobs(inputs: LossInputs) -> torch.Tensor:
-    """The policy's log-probabilities of the sampled tokens, (T,); with soft targets the first column of (T, 1 + K)."""
-    return inputs.policy_logprobs[:, 0] if "soft_weights" in inputs.tensors else inputs.policy_logprobs
 
 
 def distilled(

@@ -11,15 +11,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from functools import partial
 
-import torch
-
-from torchtitan_rl.algorithm.distill_objective import distilled, sampled_logprobs, zero_loss
-from torchtitan_rl.algorithm.losses import kl_sum
+from torchtitan_rl.algorithm.distill_objective import distilled, zero_loss
 from torchtitan_rl.algorithm.terms import corrected, regularized
 from torchtitan_rl.config.algorithm import AlgorithmConfig
-from torchtitan_rl.types import LossFunction, LossInputs
+from torchtitan_rl.types import LossFunction
 
-__all__ = ["measured", "policy_objective"]
+__all__ = ["policy_objective"]
 
 
 def policy_objective(config: AlgorithmConfig, columns: Collection[str] = ()) -> LossFunction:
@@ -31,7 +28,7 @@ def policy_objective(config: AlgorithmConfig, columns: Collection[str] = ()) -> 
     has_terms = config.correction_fn or config.distill or config.kl_coef or config.entropy_coef
     if has_terms or {"soft_weights", "teacher_logprobs"} & set(columns):
         objective = _with_terms(objective, config, columns)
-    return partial(measured, loss_fn=objective)
+    return objective
 
 
 def _with_terms(objective: LossFunction, config: AlgorithmConfig, columns: Collection[str]) -> LossFunction:
@@ -49,16 +46,3 @@ def _with_terms(objective: LossFunction, config: AlgorithmConfig, columns: Colle
     if distill is not None or {"soft_weights", "teacher_logprobs"} & set(columns):
         objective = partial(distilled, loss_fn=objective, distill=distill)
     return objective
-
-
-def measured(inputs: LossInputs, *, loss_fn: LossFunction) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss, with metric sums of the advantages and of the KL to the reference."""
-    loss, metrics = loss_fn(inputs)
-    with torch.no_grad():
-        mask_T, sums = inputs.loss_mask > 0, {}
-        if "advantages" in inputs.tensors:
-            sums["advantage/mean"] = inputs.advantages[mask_T].sum()
-            sums["advantage/abs_max"] = torch.where(mask_T, inputs.advantages.abs(), 0.0).max()
-        if "reference_logprobs" in inputs.tensors:  # on tokens that the policy, or nearly the policy, sampled
-            sums["policy/reference_kl"] = kl_sum(sampled_logprobs(inputs), inputs.reference_logprobs, mask_T)
-    return loss, {**sums, **metrics}

@@ -9,8 +9,9 @@ import torch
 
 from torchtitan_rl.types import LossInputs
 
-__all__ = ["LOG_RATIO_LIMIT", "check_clip", "clipped_surrogate", "kl_sum", "log_ratio", "masked_difference"]
-__all__ += ["masked_sum", "mismatch", "old_logprobs", "ppo", "ratio", "sampled_metrics"]
+__all__ = ["LOG_RATIO_LIMIT", "check_clip", "clipped_surrogate", "data_metrics", "kl_sum", "log_ratio"]
+__all__ += ["masked_difference", "masked_sum", "mismatch", "old_logprobs", "ppo", "ratio"]
+__all__ += ["sampled_logprobs", "sampled_metrics"]
 
 LOG_RATIO_LIMIT = 20.0
 """Nats. Log-ratios are clamped to +-20: exp of more may overflow and poison even a clipped token's gradient."""
@@ -105,14 +106,35 @@ def check_clip(clip_low: float, clip_high: float, dual_clip: float = float("inf"
 
 
 def sampled_metrics(inputs: LossInputs, trained_N: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-    """Metric sums of any loss on sampled data: entropy and, with one target per position, how far trainer and generator
-    disagree. Empty for a critic and for data without `sampling_logprobs`. `trained_N`: indices of the tokens that
-    `loss_mask` marks, which the host need not read from the device then."""
+    """Metric sums of any loss on sampled data: entropy; with one target per position, how far trainer and generator
+    disagree; and `data_metrics`. Empty for a critic and for data without `sampling_logprobs`. `trained_N`: indices of
+    the tokens that `loss_mask` marks, which the host need not read from the device then."""
     if inputs.policy_logprobs is None or "sampling_logprobs" not in inputs.tensors:
         return {}
+    trained = inputs.loss_mask > 0 if trained_N is None else trained_N
     with torch.no_grad():
-        sums = {"policy/entropy": inputs.entropy[inputs.loss_mask > 0 if trained_N is None else trained_N].sum()}
-        return sums | (mismatch(inputs.policy_logprobs, inputs) if inputs.policy_logprobs.dim() == 1 else {})
+        sums = {"policy/entropy": inputs.entropy[trained].sum()}
+        if inputs.policy_logprobs.dim() == 1:
+            sums |= mismatch(inputs.policy_logprobs, inputs)
+        return sums | data_metrics(inputs, trained)
+
+
+def data_metrics(inputs: LossInputs, trained: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Metric sums of the advantages and of the KL to the reference, where the data have them. `trained` says which
+    tokens `loss_mask` marks, as a mask or as indices."""
+    sums = {}
+    if "advantages" in inputs.tensors:
+        sums["advantage/mean"] = inputs.advantages[trained].sum()
+        sums["advantage/abs_max"] = torch.where(inputs.loss_mask > 0, inputs.advantages.abs(), 0.0).max()
+    if "reference_logprobs" in inputs.tensors:  # on tokens that the policy, or nearly the policy, sampled
+        policy_T = sampled_logprobs(inputs)
+        sums["policy/reference_kl"] = kl_sum(policy_T, inputs.reference_logprobs, inputs.loss_mask > 0)
+    return sums
+
+
+def sampled_logprobs(inputs: LossInputs) -> torch.Tensor:
+    """The policy's log-probabilities of the sampled tokens, (T,); with soft targets the first column of (T, 1 + K)."""
+    return inputs.policy_logprobs[:, 0] if "soft_weights" in inputs.tensors else inputs.policy_logprobs
 
 
 def mismatch(policy_T: torch.Tensor, inputs: LossInputs) -> dict[str, torch.Tensor]:

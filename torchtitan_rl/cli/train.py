@@ -167,7 +167,7 @@ async def _train(args: argparse.Namespace, config: RunConfig) -> int:
     from torchtitan_rl.cli.summary import summary_rows
     from torchtitan_rl.launch.demand import scaled_by_demand
     from torchtitan_rl.launch.liveness.watchdog import alive
-    from torchtitan_rl.launch.replicas import scaled_on_request
+    from torchtitan_rl.launch.on_request import scaled_on_request
     from torchtitan_rl.record.console.json_progress import JsonProgress
     from torchtitan_rl.record.console.progress import Progress
     from torchtitan_rl.record.plot import plot_curve
@@ -178,7 +178,7 @@ async def _train(args: argparse.Namespace, config: RunConfig) -> int:
     served_at = address(args, args.serve, args.serve_host)
 
     async def body(controller: Controller) -> None:
-        scaled = scaled_on_request(controller.replicas, controller.run_dir.path)
+        scaled = scaled_on_request(controller.replicas, controller.joined_hosts, controller.run_dir.path)
         followed = scaled_by_demand(controller.replicas, controller.generator, config.generator)
         async with scaled, followed, serving(controller, served_at, quiet=args.quiet):
             report = await controller.train(until=args.until)

@@ -229,7 +229,7 @@ VERBS = {
         "check that a run's records agree: every draw ended once", _audit, "torchtitan-rl audit runs/first", quiet=True
     ),
     "scale": Verb(
-        "give a run that goes on another number of generator replicas",
+        "give a run that goes on another number of generator replicas, or other hosts",
         _scale,
         "torchtitan-rl scale runs/first --replicas 3",
     ),

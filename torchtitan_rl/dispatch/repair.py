@@ -12,7 +12,7 @@ from torchtitan_rl.actors.operations import GeneratorOperations
 from torchtitan_rl.dispatch.replica import Replica, ReplicaLost
 from torchtitan_rl.dispatch.role_mesh import RoleMesh, WorkerLost
 
-__all__ = ["Repair", "TooManyRestarts", "catch_up", "end"]
+__all__ = ["PlaceGone", "Repair", "TooManyRestarts", "catch_up", "end"]
 
 logger = logging.getLogger(__name__)
 
@@ -23,12 +23,19 @@ class TooManyRestarts(RuntimeError):
     """Replicas were lost more often than `generator.max_replica_restarts` allows."""
 
 
+class PlaceGone(RuntimeError):
+    """The host of a lost replica has left the run: nothing takes the replica's place."""
+
+
 class Repair:
     """Starts replacements of lost replicas, at most `max_restarts` within `window_s` seconds, over all replicas.
 
     `start(role)` ends what is left of a replica and starts its replacement on the same devices. The engine of the
     replacement holds no weights yet. Every `probe_every_s` seconds a replica is asked for a sign of life; a replica
     whose engine has given none for `hang_timeout_s` is lost.
+
+    `gone(role)` says why a replica's place is no longer the run's; "" where it is. Such a replica is not replaced, and
+    does not count.
 
     `on_answered` is called once, at the first sign of life after a replica has answered a request: what it prepares for
     later losses delays neither the start of a run nor its first requests.
@@ -43,9 +50,10 @@ class Repair:
         probe_every_s: float,
         hang_timeout_s: float,
         on_answered: Callable[[], None] | None = None,
+        gone: Callable[[str], Awaitable[str]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._start, self._clock, self._on_answered = start, clock, on_answered
+        self._start, self._gone, self._clock, self._on_answered = start, gone, clock, on_answered
         self.max_restarts, self.window_s = max_restarts, window_s
         self.probe_every_s, self.hang_timeout_s = probe_every_s, hang_timeout_s
         self._restarts: deque[float] = deque()
@@ -54,9 +62,11 @@ class Repair:
 
     async def replacement(self, lost: Replica, build: Callable[[RoleMesh], Replica]) -> Replica:
         """A replica with the served version, on the devices of a lost one. `build` makes a replica of a mesh. A
-        replacement that does not start is replaced too. Raises TooManyRestarts."""
+        replacement that does not start is replaced too. Raises TooManyRestarts, and PlaceGone."""
         began, role, reason = self._clock(), lost.mesh.role, lost.lost
         while True:
+            if self._gone is not None and (why := await self._gone(role)):
+                raise PlaceGone(why)
             self._count(reason)
             replica = None
             try:

@@ -126,8 +126,9 @@ class Replica:
 
     def close(self) -> None:
         """Gives up the release of the version before, if it goes on: the store ends too."""
-        if self._releasing is not None:
-            self._releasing.cancel()
+        releasing = self._releasing
+        if releasing is not None and not releasing.cancel() and not releasing.cancelled():
+            releasing.exception()  # read: where the trainer has died, the call that waited for it has said so
 
     async def release(self) -> None:
         """Releases the version that the replica holds, and wakes every call that waits for the replica. Call after

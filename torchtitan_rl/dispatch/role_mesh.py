@@ -58,11 +58,6 @@ async def _awaited(call):
     return await call
 
 
-def _send(worker: Any, operation: Operation, *args):
-    """Sends a call to the operation of one actor that has the operation's name. Returns the answer as an awaitable."""
-    return getattr(worker, operation.__name__).call_one(*args)
-
-
 def describe(error: BaseException) -> str:
     """A worker's exception in one line. The traceback stays in the `__cause__` of the error that quotes the line."""
     text = str(error).strip()
@@ -85,7 +80,7 @@ def _reason(error: BaseException) -> str:
 
 class RoleMesh:
     """Workers of one role (`policy`, `reference`, `critic`, `teacher`, `reward_model` or one generator replica), ranks
-    ordered data-parallel major.
+    ordered data-parallel major. A call of an operation goes to the actors' endpoint of the operation's name.
 
     On several hosts, `hosts` holds the address of each rank's host, for errors, and `lost_hosts` returns the hosts that
     do not answer. `stopped` names the processes of the run on this machine that somebody has stopped (SIGSTOP).
@@ -126,7 +121,8 @@ class RoleMesh:
             )
         with span(f"send {self.role}.{operation.__name__}"):
             calls = [
-                _send(worker, operation, shards[rank // self._tp], *args) for rank, worker in enumerate(self._workers)
+                getattr(worker, operation.__name__).call_one(shards[rank // self._tp], *args)
+                for rank, worker in enumerate(self._workers)
             ]
         waiting = self._waiting(operation, self.num_ranks)
 
@@ -139,7 +135,7 @@ class RoleMesh:
     def call_each(self, operation: Operation, *args, timeout_s: float | None = None) -> asyncio.Future[list]:
         """Every rank gets the same arguments. Returns all answers, in rank order."""
         with span(f"send {self.role}.{operation.__name__}"):
-            calls = [_send(worker, operation, *args) for worker in self._workers]
+            calls = [getattr(worker, operation.__name__).call_one(*args) for worker in self._workers]
         waiting = self._waiting(operation, self.num_ranks)
         return asyncio.ensure_future(self._all(operation, range(self.num_ranks), calls, waiting, timeout_s))
 
@@ -158,7 +154,7 @@ class RoleMesh:
     def call_rank(self, rank: int, operation: Operation, *args, timeout_s: float | None = None):
         """Calls one rank. Returns its answer as an awaitable."""
         with span(f"send {self.role}.{operation.__name__}"):
-            call = _send(self._workers[rank], operation, *args)
+            call = getattr(self._workers[rank], operation.__name__).call_one(*args)
         waiting = self._waiting(operation, 1)
 
         async def one():

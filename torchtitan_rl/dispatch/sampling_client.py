@@ -15,7 +15,7 @@ from torchtitan_rl.actors.operations import GeneratorOperations, Operation
 from torchtitan_rl.dispatch.placement import Placement
 from torchtitan_rl.dispatch.recorded_answers import RecordedAnswers
 from torchtitan_rl.dispatch.recorded_routes import RecordedRoutes
-from torchtitan_rl.dispatch.repair import Repair, TooManyRestarts, catch_up, end
+from torchtitan_rl.dispatch.repair import PlaceGone, Repair, TooManyRestarts, catch_up, end
 from torchtitan_rl.dispatch.replica import Replica, ReplicaLost, VersionRefused
 from torchtitan_rl.dispatch.role_mesh import RoleMesh
 from torchtitan_rl.dispatch.router import Router
@@ -118,9 +118,15 @@ class SamplingClient:
         return {replica.mesh.role: replica.lost or "healthy" for replica in self._members()}
 
     def working(self) -> list[str]:
-        """Roles of the replicas that are healthy, and of lost ones that are being replaced. A lost one that nothing
-        replaces (`generator.max_replica_restarts=0`) is not among them."""
-        return [r.mesh.role for r in self._members() if r.lost is None or self._repair is not None]
+        """Roles of the replicas that are healthy and do not leave, and of lost ones that are being replaced. A lost one
+        that nothing replaces (`generator.max_replica_restarts=0`) is not among them."""
+        out = self._leaving | self._left
+        members = (replica for index, replica in enumerate(self._replicas) if index not in out)
+        return [replica.mesh.role for replica in members if replica.lost is None or self._repair is not None]
+
+    def serving(self) -> list[str]:
+        """Roles of the replicas that get requests."""
+        return [self._replicas[index].mesh.role for index in self._healthy_indices]
 
     @property
     def num_restarts(self) -> int:
@@ -374,23 +380,37 @@ class SamplingClient:
                 self._start(self._repair.probe(partial(self._current, index), self._lose))
         self._healthy_indices = self._serving()
 
-    async def leave(self, role: str) -> None:
+    async def leave(self, role: str, hurry: asyncio.Event | None = None) -> None:
         """Takes a healthy replica out of use: it gets no further request, and has left once it has answered those that
-        it has. Until then it loads what is published, as the others do. Raises RuntimeError where no other replica is
-        healthy."""
-        index = next(index for index in self._healthy_indices if self._replicas[index].mesh.role == role)
+        it has. Until then it loads what is published, as the others do. Once `hurry` is set, it has left at once, and
+        others answer the rest. Raises RuntimeError for one that gets no requests, and where no other one does."""
+        indices = [index for index in self._healthy_indices if self._replicas[index].mesh.role == role]
+        if not indices:
+            raise RuntimeError(f"{role}: gets no requests, it leaves or is lost; look at `torchtitan-rl view`")
+        (index,) = indices
         if len(self._healthy_indices) == 1:
             raise RuntimeError(f"{role}: is the only healthy replica; it stays")
         replica = self._replicas[index]
         self._leaving.add(index)
         self._healthy_indices = self._serving()
+        hurried = None if hurry is None else asyncio.ensure_future(hurry.wait())
+        if hurried is not None:
+            hurried.add_done_callback(lambda _: self._progress.set())
         try:
             while self._router.loads[index] and replica.lost is None:
+                if hurry is not None and hurry.is_set():
+                    left = self._router.loads[index]
+                    logger.warning("%s: leaves now; other replicas answer its last %d requests", role, left)
+                    replica.lost = "has left before it had answered"
+                    self._start(self._abandon(replica))
+                    break
                 self._progress.clear()
                 await self._progress.wait()
         finally:
             self._leaving.discard(index)
             self._healthy_indices = self._serving()  # once more, if this call is given up
+            if hurried is not None:
+                hurried.cancel()
         self._left.add(index)
         self._healthy_indices = self._serving()
         if replica.lost is None:
@@ -453,7 +473,8 @@ class SamplingClient:
         await end(replica.mesh)
 
     async def _replace(self, index: int, repair: Repair) -> None:
-        """Puts a replacement in the place of a lost replica, or notes why there is none."""
+        """Puts a replacement in the place of a lost replica, or notes why there is none. One whose host has left the
+        run has left with it."""
         lost = self._replicas[index]
         try:
             await lost.release()
@@ -461,6 +482,10 @@ class SamplingClient:
             self._healthy_indices = self._serving()
         except TooManyRestarts as error:
             self._no_repair = str(error)
+        except PlaceGone as error:
+            self._left.add(index)
+            role = lost.mesh.role
+            logger.warning("%s has left: %s", role, error, extra={"event": "replica_left", "who": role})
         finally:
             self._repairing.discard(index)
             self._repaired.set()

@@ -29,7 +29,9 @@ from torchtitan_rl.launch.attach import Hosts, this_host
 from torchtitan_rl.launch.backend import Stack
 from torchtitan_rl.launch.bootstrap import claim_devices
 from torchtitan_rl.launch.inventory import Devices, MeshSize, Place, interface_of
+from torchtitan_rl.launch.joined_hosts import JoinedHosts
 from torchtitan_rl.launch.liveness import JOIN_S
+from torchtitan_rl.launch.liveness.lease import ANSWERS_S
 from torchtitan_rl.launch.rendezvous import Rendezvous
 from torchtitan_rl.launch.sandboxes import start_sandbox_hosts
 from torchtitan_rl.launch.spares import Spares
@@ -68,7 +70,6 @@ class ActorLauncher:
     """The name of this run's TorchStore; a process may hold several runs."""
     store: Any = None
     _meshes: list[Any] = field(default_factory=list)
-    _hosts_used: set[int] = field(default_factory=set)
     _stopping: bool = False
     _starts: dict[str, Callable[[str], Awaitable[RoleMesh]]] = field(default_factory=dict)
     """Starts a replica once more, on the same devices, as processes of another name."""
@@ -78,6 +79,8 @@ class ActorLauncher:
     _replicas: dict[str, Any] = field(default_factory=dict)
     """Monarch's mesh of processes of each generator replica."""
     _role_pids: dict[str, list[int]] = field(default_factory=dict)
+    _closed: set[int] = field(default_factory=set)
+    """The hosts that leave or have left."""
     _num_restarts: int = 0
     _spares: Spares | None = None
     _sandbox_hosts: RunHosts | None = None
@@ -91,8 +94,9 @@ class ActorLauncher:
 
     @property
     def one_host(self) -> bool:
-        """Whether all role meshes are on one host: weights may then travel through shared memory."""
-        return len(self._hosts_used) <= 1
+        """Whether all role meshes are on one host and stay there: weights may then travel through shared memory. Hosts
+        may join a run that has attached to the worker of its own."""
+        return not self.hosts.attached
 
     @property
     def attached(self) -> bool:
@@ -109,7 +113,10 @@ class ActorLauncher:
 
     async def start(self, config: RunConfig, model_dir: Path, *, eos: int) -> Stack:
         await self._start_sandbox_hosts(config)
-        return await start_stack(config, self, model_dir)
+        stack = await start_stack(config, self, model_dir)
+        if stack.replicas is not None and self.hosts.own:
+            stack.joined_hosts = JoinedHosts(self, stack.replicas, config)
+        return stack
 
     async def start_generators(self, config: RunConfig, model_dir: Path) -> Stack:
         await self._start_sandbox_hosts(config)
@@ -142,11 +149,19 @@ class ActorLauncher:
         )
 
     async def start_generator(
-        self, config: GeneratorConfig, model: ModelConfig, *, role: str, seed: int, share_with: str | None = None
+        self,
+        config: GeneratorConfig,
+        model: ModelConfig,
+        *,
+        role: str,
+        seed: int,
+        share_with: str | None = None,
+        host: int | None = None,
     ) -> RoleMesh:
-        """One generator replica, whose engine is ready and holds no weights yet. Replicas go round the hosts."""
+        """One generator replica, whose engine is ready and holds no weights yet. Replicas go round the hosts, or are on
+        the one with the index `host`."""
         ranks = config.tensor_parallel_degree
-        size = MeshSize(role=role, num_ranks=ranks, replica=True, share_with=share_with)
+        size = MeshSize(role=role, num_ranks=ranks, replica=True, share_with=share_with, host=host)
         place = self._devices.take(size)
 
         async def start(name: str) -> RoleMesh:
@@ -174,6 +189,25 @@ class ActorLauncher:
         if (size := self._sizes.pop(role, None)) is not None:  # None: there was no room for it
             self._devices.give_back(size)
 
+    def add_host(self) -> None:
+        """Replicas may be on the next one of `hosts`, which has joined."""
+        self._devices.add()
+
+    def close_host(self, index: int) -> None:
+        """No replica starts on a host any more, nor is one replaced there."""
+        self._devices.close(index)
+        self._closed.add(index)
+
+    def replicas_on(self, index: int) -> list[str]:
+        """The replicas on a host, also those that start, and lost ones."""
+        return [role for role in self._sizes if index in self._places[role].hosts]
+
+    async def remove_host(self, index: int) -> None:
+        """A joined host has left or is gone, and with it what is there of the run."""
+        self.close_host(index)
+        await asyncio.gather(*map(self.stop_generator, self.replicas_on(index)))
+        await self.hosts.remove(index)
+
     def repair(self, config: GeneratorConfig) -> Repair | None:
         """How lost replicas are replaced, with spare processes for them; None with `max_replica_restarts` 0."""
         if not config.max_replica_restarts:
@@ -181,6 +215,7 @@ class ActorLauncher:
         return Repair(
             self.restart_generator,
             on_answered=partial(self.keep_spares, config) if config.num_spares else None,
+            gone=self._host_gone if self.attached else None,
             max_restarts=config.max_replica_restarts,
             window_s=config.restart_window_s,
             probe_every_s=config.probe_every_s,
@@ -210,11 +245,28 @@ class ActorLauncher:
         if self.hosts.attached:  # the processes belong to the workers of their hosts
             await self._stop_in_order(role, procs, "lost")
             for index in self._places[role].hosts:
-                await self.hosts.await_back(index, JOIN_S)
+                if index not in self.hosts.joined:  # those are there: `_host_gone` has looked
+                    await self.hosts.await_back(index, JOIN_S)
         mesh = await self._starts[role](self._name_of_another(role))
         if self._spares is not None:
             self._spares.fill()
         return mesh
+
+    async def _host_gone(self, role: str) -> str:
+        """Why nothing replaces a lost replica: its host, which had joined, has left or is gone; "" where it is
+        there. What is left of a host that is gone is forgotten."""
+        for index in self._places[role].hosts:
+            if index in self._closed:
+                return f"host {self.hosts.hosts[index].address} leaves"
+            lease = self.hosts.leases.get(index)
+            if index in self.hosts.joined and lease and not await asyncio.to_thread(lease.answers, ANSWERS_S):
+                address = self.hosts.hosts[index].address
+                if index not in self._closed:
+                    self.close_host(index)
+                    logger.warning("host %s is gone", address, extra={"event": "host_lost", "who": address})
+                    await self.remove_host(index)
+                return f"host {address} is gone"
+        return ""
 
     def _name_of_another(self, role: str) -> str:
         self._num_restarts += 1
@@ -269,7 +321,6 @@ class ActorLauncher:
         await actors.join.call(address, port)
 
     async def _set_up(self, role: str, actors, place: Place, *, num_ranks: int, tensor_parallel_size: int) -> RoleMesh:
-        self._hosts_used.update(place.hosts)
         addresses: Sequence[str] = ()
         if self.hosts.attached:
             per_host = num_ranks // len(place.hosts)
@@ -281,7 +332,7 @@ class ActorLauncher:
             tensor_parallel_size=tensor_parallel_size,
             timeout_s=self.call_timeout_s,
             hosts=addresses,
-            lost_hosts=self.hosts.lost,
+            lost_hosts=partial(self.hosts.lost, place.hosts),
             stopped=self.stopped,
         )
         pids = await mesh.call_each(WorkerProcess.pid, timeout_s=self.start_timeout_s)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,25 +45,37 @@ class Hosts:
     """The config file of the run, which hosts that come back have to agree about too."""
     leases: dict[int, Lease] = field(default_factory=dict)
     """By the index of a host: what keeps its worker serving. None for workers that a job started."""
-    _back: dict[int, Any] = field(default_factory=dict)
-    """Monarch's mesh of each host that was lost and has come back."""
+    own: str = ""
+    """Where the hosts reach this process; "" where no further host can."""
+    joined: set[int] = field(default_factory=set)
+    """The hosts that came after the start of the run and have not left."""
+    _left: set[int] = field(default_factory=set)
+    """The hosts that have joined and left again. No other host gets their indices."""
+    _single: dict[int, Any] = field(default_factory=dict)
+    """Monarch's mesh of each host that has joined, or was lost and has come back."""
     _locks: dict[int, asyncio.Lock] = field(default_factory=dict)
     """By the index of a host."""
 
-    async def lost(self) -> list[str]:
-        """Addresses of the hosts whose worker does not answer; [] unless `attached`."""
+    def present(self) -> list[int]:
+        """The indices of the hosts that have not left."""
+        return [index for index in range(len(self.hosts)) if index not in self._left]
+
+    async def lost(self, of_mesh: Sequence[int]) -> list[str]:
+        """Addresses of the hosts whose worker does not answer; [] unless `attached`. Looks at the hosts that the run
+        began with, and at those of a mesh: what a joined host does concerns no other mesh."""
         if not self.attached:
             return []
-        errors = await asyncio.gather(*(_unreachable(f"tcp://{host.address}") for host in self.hosts))
-        return [host.address for host, error in zip(self.hosts, errors, strict=True) if error]
+        looked_at = [index for index in self.present() if index not in self.joined or index in of_mesh]
+        errors = await asyncio.gather(*(_unreachable(f"tcp://{self.hosts[index].address}") for index in looked_at))
+        return [self.hosts[index].address for index, error in zip(looked_at, errors, strict=True) if error]
 
     def mesh_of(self, indices: list[int]) -> Any:
         """Monarch's mesh of adjacent hosts."""
         first, last = indices[0], indices[-1]
         if not self.attached:
             return self.mesh
-        if first == last and first in self._back:
-            return self._back[first]
+        if first == last and first in self._single:
+            return self._single[first]
         return self.mesh.slice(hosts=first if first == last else slice(first, last + 1))
 
     async def await_back(self, index: int, within_s: float) -> None:
@@ -81,17 +94,50 @@ class Hosts:
         if await asyncio.to_thread(lease.answers, ANSWERS_S):
             return  # it was the network
         await asyncio.to_thread(lease.end)
-        monarchs = await _monarchs([f"tcp://{address}"], within_s)
-        mesh = monarch.actor.attach_to_workers(ca="trust_all_connections", workers=monarchs)
-        await deadline(mesh.initialized, within_s, f"host {address}: attach")
-        await _probe(mesh, [address], within_s, self.config_file)
-        self._back[index], self.leases[index] = mesh, Lease(*split(f"tcp://{address}"), monarchs[0])
+        self._single[index], monarch_at, _ = await _attach_one(f"tcp://{address}", within_s, self.config_file)
+        self.leases[index] = Lease(*split(f"tcp://{address}"), monarch_at)
+
+    async def join(self, worker: str, timeout_s: float, on_leave: Callable[[int, float], None]) -> int:
+        """Attaches to the worker of one more host. Returns the host's index. `on_leave(index, seconds)` is called, on a
+        thread of its own, when the host is to leave. Raises ValueError for a run that other hosts cannot reach, a
+        worker that is there already, and a host that disagrees with this one; RuntimeError for a worker that cannot be
+        reached within `timeout_s`."""
+        if not self.own:
+            raise ValueError(
+                f"hosts={worker}: the run's processes listen on this machine alone; begin the run with --hosts and the "
+                "address of a worker on each of its machines, or as a job of Slurm"
+            )
+        present = [f"tcp://{self.hosts[index].address}" for index in self.present()]
+        if worker in present:
+            raise ValueError(f"hosts={worker}: is a host of the run already")
+        if problem := workers_problem([*present, worker], self.own):
+            raise ValueError(problem)
+        await _listening(worker, timeout_s)
+        mesh, monarch_at, host = await _attach_one(worker, timeout_s, self.config_file)
+        index = len(self.hosts)
+        self.hosts.append(host)
+        self._single[index] = mesh
+        self.leases[index] = Lease(*split(worker), monarch_at, lambda seconds: on_leave(index, seconds))
+        self.joined.add(index)
+        return index
+
+    async def remove(self, index: int) -> None:
+        """A joined host has left the run, or is gone. Stop the processes that the run started there first."""
+        self.joined.discard(index)
+        self._left.add(index)
+        mesh, lease = self._single.pop(index), self.leases.pop(index)
+        try:
+            await asyncio.wait_for(_stopped(mesh), ANSWERS_S)
+        except Exception as error:  # the host may be gone by now
+            logger.warning("host %s: did not stop in order (%s)", self.hosts[index].address, error)
+        finally:
+            await asyncio.to_thread(lease.end)
 
     async def release(self) -> None:
         """Frees the workers for the next run. Stop the processes that the run started on them first."""
         if not self.attached:
             return
-        meshes = [self.mesh, *self._back.values()]
+        meshes = [self.mesh, *self._single.values()]
         results = await asyncio.gather(*(_stopped(mesh) for mesh in meshes), return_exceptions=True)
         await asyncio.gather(*(asyncio.to_thread(lease.end) for lease in self.leases.values()))
         for error in filter(None, results):
@@ -121,9 +167,9 @@ async def attach(workers: list[str], *, timeout_s: float, config_file: str | Non
     """
     leases: dict[int, Lease] = {}
     if workers == ["job"]:
-        mesh, addresses = await deadline(asyncio.to_thread(_job_mesh), timeout_s, "hosts=job: attach"), None
+        mesh, addresses, own = await deadline(asyncio.to_thread(_job_mesh), timeout_s, "hosts=job: attach"), None, ""
     else:
-        mesh, leases = await _attached(workers, timeout_s)
+        mesh, leases, own = await _attached(workers, timeout_s)
         addresses = [worker.removeprefix("tcp://") for worker in workers]
     config_file = str(Path(config_file).resolve()) if config_file else None
     try:
@@ -132,7 +178,7 @@ async def attach(workers: list[str], *, timeout_s: float, config_file: str | Non
     except BaseException:  # clean up and raise: the workers wait for another controller at once
         await asyncio.gather(*(asyncio.to_thread(lease.end) for lease in leases.values()))
         raise
-    return Hosts(mesh=mesh, hosts=hosts, attached=True, config_file=config_file, leases=leases)
+    return Hosts(mesh=mesh, hosts=hosts, attached=True, config_file=config_file, leases=leases, own=own)
 
 
 def _job_mesh() -> Any:
@@ -146,7 +192,8 @@ def _job_mesh() -> Any:
         ) from None
 
 
-async def _attached(workers: list[str], timeout_s: float) -> tuple[Any, dict[int, Lease]]:
+async def _attached(workers: list[str], timeout_s: float) -> tuple[Any, dict[int, Lease], str]:
+    """Monarch's mesh of the workers' hosts, the leases, and where the hosts reach this process."""
     own = os.environ.get(HOST_ADDRESS) or address_towards(*split(workers[0]))
     if problem := workers_problem(workers, own):
         raise ValueError(problem)
@@ -157,7 +204,17 @@ async def _attached(workers: list[str], timeout_s: float) -> tuple[Any, dict[int
     monarchs = await _monarchs(workers, timeout_s)
     mesh = monarch.actor.attach_to_workers(ca="trust_all_connections", workers=monarchs)
     pairs = enumerate(zip(workers, monarchs, strict=True))
-    return mesh, {index: Lease(*split(worker), at) for index, (worker, at) in pairs}
+    return mesh, {index: Lease(*split(worker), at) for index, (worker, at) in pairs}, own
+
+
+async def _attach_one(worker: str, timeout_s: float, config_file: str | None) -> tuple[Any, str, Host]:
+    """(Monarch's mesh, where the worker's Monarch listens, the host) of one worker, for a process that has attached to
+    others before. Raises ValueError for a host that disagrees with this one."""
+    address, monarchs = worker.removeprefix("tcp://"), await _monarchs([worker], timeout_s)
+    mesh = monarch.actor.attach_to_workers(ca="trust_all_connections", workers=monarchs)
+    await deadline(mesh.initialized, timeout_s, f"host {address}: attach")
+    (host,) = await _probe(mesh, [address], timeout_s, config_file)
+    return mesh, monarchs[0], host
 
 
 async def _monarchs(workers: list[str], timeout_s: float) -> list[str]:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # a config is checked without Monarch and torch.distributed, 
     from torchtitan_rl.dispatch.training_client import TrainingClient
     from torchtitan_rl.dispatch.versions import PolicyVersions
     from torchtitan_rl.launch.attach import Hosts
+    from torchtitan_rl.launch.joined_hosts import JoinedHosts
     from torchtitan_rl.launch.replicas import Replicas
     from torchtitan_rl.record.schedule import Schedules
 
@@ -82,6 +83,8 @@ class Stack:
     """None where no roles share devices."""
     replicas: Replicas | None = None
     """Changes the number of the generator's replicas; None where that is fixed."""
+    joined_hosts: JoinedHosts | None = None
+    """Takes further hosts into the run; None where no other host reaches its processes."""
 
 
 class Launcher(Protocol):
@@ -137,10 +140,17 @@ class MeshLauncher(Launcher, Protocol):
         """A trainer mesh whose ranks hold their models, on devices of its own or on those of the role `share_with`."""
 
     async def start_generator(
-        self, config: GeneratorConfig, model: ModelConfig, *, role: str, seed: int, share_with: str | None = None
+        self,
+        config: GeneratorConfig,
+        model: ModelConfig,
+        *,
+        role: str,
+        seed: int,
+        share_with: str | None = None,
+        host: int | None = None,
     ) -> RoleMesh | LocalMesh:
         """One generator replica, whose engine is ready and holds no weights yet. `model.assets` is a directory with a
-        config.json and the tokenizer."""
+        config.json and the tokenizer. `host`: the index of the host where it is to be; None: any."""
 
     @property
     def takes_replicas(self) -> bool:

@@ -103,6 +103,8 @@ class MeshSize:
     """Number of hosts that the mesh spans, with the same number of ranks on each."""
     replica: bool = False
     """Whether the mesh is a generator replica. Replicas go round the hosts."""
+    host: int | None = None
+    """The index of the one host where the mesh is to be; None: any."""
     share_with: str | None = None
     """The role whose GPUs the mesh uses; None: GPUs of its own."""
 
@@ -147,6 +149,16 @@ class Devices:
         self._replica_ranks = [0] * len(hosts)
         self._trained_on: set[int] = set()
         self._next_replica = 0
+        self._closed: set[int] = set()
+
+    def add(self) -> None:
+        """Takes up the next one of `hosts`, which has joined."""
+        self._users.append(dict.fromkeys(self.hosts[len(self._users)].devices, 0))
+        self._replica_ranks.append(0)
+
+    def close(self, index: int) -> None:
+        """No mesh gets a place on a host any more."""
+        self._closed.add(index)
 
     def take(self, mesh: MeshSize) -> Place:
         """A place for a mesh. Raises ValueError, with the numbers, when no hosts have room."""
@@ -154,6 +166,7 @@ class Devices:
         order = list(range(len(self.hosts)))
         if mesh.replica:  # round robin, from the first host without trainer ranks
             order = order[self._next_replica :] + order[: self._next_replica]
+        order = [index for index in order if index not in self._closed and mesh.host in (None, index)]
         offers = {index: self._offer(index, mesh) for index in order}
         fitting = [index for index in order if offers[index] is None or len(offers[index]) >= size]
         # Hosts of one mesh have adjacent indices: Monarch slices a mesh of hosts by ranges.

@@ -1,5 +1,5 @@
 """A run as a job of a scheduler (see scripts/train_job.sh): of Slurm through `launch.slurm`, of Kubernetes through
-monarch.job.
+monarch.job; and a job of Slurm whose nodes join a run that goes on.
 
 No Kubernetes has been given such a job yet. Its dry run hands the job to a stand-in for the API server and prints what
 Monarch sends there.
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan_rl.launch.inventory import Host, check_fits, local_host
-from torchtitan_rl.launch.slurm import SlurmJob, check_tools, script, submit
+from torchtitan_rl.launch.slurm import SlurmJob, check_tools, join_script, script, submit
 
 if TYPE_CHECKING:
     from torchtitan_rl.config.run import RunConfig
@@ -31,6 +31,8 @@ __all__ = ["main"]
 def main(argv: list[str]) -> int:
     """Submits a job, or with --dry-run prints the job. Returns an exit status."""
     args, overrides = _parser().parse_known_args(argv)
+    if args.scheduler == "slurm-join":
+        return _slurm_join(args, overrides)
     from torchtitan_rl.config.load import apply_overrides, load_config
     from torchtitan_rl.validation.run import validate
 
@@ -54,8 +56,10 @@ def _parser() -> argparse.ArgumentParser:
         description="Trains a config as a job of a scheduler.",
         epilog="Any field of the config is set by --field.path value.",
     )
-    parser.add_argument("scheduler", choices=["slurm", "kubernetes"])
-    parser.add_argument("config", help="a Python file with a config() function")
+    parser.add_argument("scheduler", choices=["slurm", "slurm-join", "kubernetes"])
+    parser.add_argument(
+        "config", help="a Python file with a config() function; slurm-join: the directory of a run that goes on"
+    )
     parser.add_argument("--num-hosts", type=int, default=1)
     parser.add_argument(
         "--gpus-per-host", type=int, default=0, help="0: hosts without GPUs, with as many cores as this one"
@@ -85,7 +89,8 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=120,
         metavar="SECONDS",
-        help="slurm: the run is asked for a checkpoint so long before its time limit (120), or up to 60 s earlier",
+        help="slurm: the run is asked for a checkpoint so long before its time limit (120), or up to 60 s earlier; "
+        "slurm-join: the hosts are asked to leave",
     )
     parser.add_argument("--partition", default="", help="slurm")
     parser.add_argument("--account", default="", help="slurm")
@@ -136,8 +141,46 @@ def _slurm(args: argparse.Namespace, config: RunConfig, overrides: list[str]) ->
     if args.dry_run:
         print(script(job, arguments))
         return 0
-    number = submit(job, arguments)
+    number = submit(job, script(job, arguments))
     print(f"job {number}: submitted; its output goes to {directory}/slurm-{number}.txt; scancel {number} ends it")
+    return 0
+
+
+def _slurm_join(args: argparse.Namespace, overrides: list[str]) -> int:
+    """Submits one job, whose nodes join the run in a directory with generator replicas."""
+    from torchtitan_rl.launch.request import check_going_on
+
+    try:
+        if overrides or args.resume or args.max_restarts:
+            wrong = " ".join(overrides) or f"--resume={args.resume}, --max-restarts={args.max_restarts}"
+            raise ValueError(f"{wrong}: is for a job with a run of its own; a host that joins has the run's config")
+        if args.num_hosts < 1:
+            raise ValueError(f"--num-hosts={args.num_hosts}: at least one host is to join")
+        if not args.dry_run:
+            check_tools()
+        run = Path(args.config)
+        check_going_on(run)
+        job = SlurmJob(
+            name=f"{run.name}-hosts",
+            num_hosts=args.num_hosts,
+            directory=run,
+            gpus_per_host=args.gpus_per_host,
+            time_limit=args.time_limit,
+            stop_before_s=args.stop_before,
+            partition=args.partition,
+            account=args.account,
+            requeue=args.requeue is not False,
+        )
+        if args.dry_run:
+            print(join_script(job))
+            return 0
+        number = submit(job, join_script(job))
+    except (ValueError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(
+        f"job {number}: submitted; its output goes to {run}/slurm-{number}.txt; scancel {number} takes its hosts back"
+    )
     return 0
 
 

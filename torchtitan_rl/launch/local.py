@@ -75,7 +75,14 @@ class LocalLauncher:
         return LocalMesh(role, rank, timeout_s=self.call_timeout_s, in_order=True)
 
     async def start_generator(
-        self, config: GeneratorConfig, model: ModelConfig, *, role: str, seed: int, share_with: str | None = None
+        self,
+        config: GeneratorConfig,
+        model: ModelConfig,
+        *,
+        role: str,
+        seed: int,
+        share_with: str | None = None,
+        host: int | None = None,
     ) -> LocalMesh:
         """A generator whose engine is ready, on a thread of its own, and holds no weights yet."""
         async with self._starting:

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from itertools import count, islice
-from pathlib import Path
 
 from torchtitan_rl.dispatch.replica import ReplicaLost
 from torchtitan_rl.dispatch.role_mesh import RoleMesh
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
-from torchtitan_rl.record import replica_request
 
-__all__ = ["Replicas", "scaled_on_request"]
+__all__ = ["Replicas"]
 
 logger = logging.getLogger(__name__)
-
-_LOOK_EVERY_S = 0.5
 
 
 class Replicas:
@@ -33,13 +28,15 @@ class Replicas:
         self,
         client: SamplingClient,
         *,
-        start: Callable[[str], Awaitable[RoleMesh]],
+        start: Callable[[str, int | None], Awaitable[RoleMesh]],
         stop: Callable[[str], Awaitable[None]],
     ) -> None:
-        """`start(role)` starts a replica, whose engine holds no weights yet; `stop(role)` ends one that is not used, or
-        that did not start."""
+        """`start(role, host)` starts a replica, whose engine holds no weights yet, on the host of that index (None: on
+        any); `stop(role)` ends one that is not used, or that did not start."""
         self._client, self._start, self._stop = client, start, stop
-        self._changing = asyncio.Lock()
+        self._changing, self._joining = asyncio.Lock(), asyncio.Lock()
+        self._starting: set[str] = set()
+        """The roles of replicas that have not joined yet."""
 
     @property
     def number(self) -> int:
@@ -54,76 +51,62 @@ class Replicas:
             raise ValueError(f"replicas={number}: a run needs a generator; use at least 1")
         async with self._changing:
             if number > self.number:
-                taken = self._client.health()  # a lost replica keeps its name
-                free = (role for index in count() if (role := f"generator-{index}") not in taken)
-                await self._add(list(islice(free, number - self.number)))
+                await self.add(number - self.number)
             else:
-                await self._remove(self.number - number)
+                await self._end_last(self.number - number)
 
-    async def _add(self, roles: list[str]) -> None:
-        answers = await asyncio.gather(*map(self._start, roles), return_exceptions=True)
-        meshes = [answer for answer in answers if not isinstance(answer, BaseException)]
-        if failed := [answer for answer in answers if isinstance(answer, BaseException)]:
-            await asyncio.gather(*map(self._stop, roles))
-            kind = ValueError if isinstance(failed[0], ValueError) else RuntimeError
-            raise kind(str(failed[0])) from failed[0]
-        for position, (role, mesh) in enumerate(zip(roles, meshes, strict=True)):
-            try:
-                await self._client.join(mesh)
-            except (RuntimeError, ValueError, ReplicaLost) as error:
-                await asyncio.gather(*map(self._stop, roles[position:]))
-                raise RuntimeError(f"{role}: did not load the weights: {error}") from error
-            logger.warning("%s has joined", role, extra={"event": "replica_joined", "who": role})
+    async def add(self, number: int, *, host: int | None = None) -> None:
+        """Starts so many replicas, on the host of that index or on any. Raises as `scale` does."""
+        taken = self._client.health().keys() | self._starting  # a lost replica keeps its name
+        free = (role for index in count() if (role := f"generator-{index}") not in taken)
+        roles = list(islice(free, number))
+        self._starting.update(roles)
+        try:
+            await self._start_and_join(roles, host)
+        finally:
+            self._starting.difference_update(roles)
 
-    async def _remove(self, number: int) -> None:
-        healthy = [role for role, how in self._client.health().items() if how == "healthy"]
-        if number >= len(healthy):
+    async def _start_and_join(self, roles: list[str], host: int | None) -> None:
+        left = list(roles)
+        """Those that do not serve yet."""
+        try:
+            answers = await asyncio.gather(*(self._start(role, host) for role in roles), return_exceptions=True)
+            meshes = [answer for answer in answers if not isinstance(answer, BaseException)]
+            if failed := [answer for answer in answers if isinstance(answer, BaseException)]:
+                kind = ValueError if isinstance(failed[0], ValueError) else RuntimeError
+                raise kind(str(failed[0])) from failed[0]
+            for role, mesh in zip(roles, meshes, strict=True):
+                try:
+                    async with self._joining:
+                        await self._client.join(mesh)
+                except (RuntimeError, ValueError, ReplicaLost) as error:
+                    raise RuntimeError(f"{role}: did not load the weights: {error}") from error
+                left.remove(role)
+                logger.warning("%s has joined", role, extra={"event": "replica_joined", "who": role})
+        finally:
+            await asyncio.gather(*map(self._stop, left))
+
+    async def _end_last(self, number: int) -> None:
+        serving = self._client.serving()
+        if number >= len(serving):
             raise ValueError(
                 f"replicas={self.number - number}: {number} would leave, and of {self.number} replicas "
-                f"{len(healthy)} are healthy; ask again once the others are replaced"
+                f"{len(serving)} are healthy; ask again once the others are replaced"
             )
-        for role in reversed(healthy[len(healthy) - number :]):
-            await self._client.leave(role)
-            await self._stop(role)
-            logger.warning("%s has left", role, extra={"event": "replica_left", "who": role})
+        for role in reversed(serving[len(serving) - number :]):
+            await self.end(role)
 
+    async def end(self, role: str, hurry: asyncio.Event | None = None) -> None:
+        """Ends a replica that serves. It answers its requests first; once `hurry` is set, other replicas do. Raises
+        RuntimeError where no other replica serves."""
+        await self._client.leave(role, hurry)
+        await self._stop(role)
+        logger.warning("%s has left", role, extra={"event": "replica_left", "who": role})
 
-@asynccontextmanager
-async def scaled_on_request(replicas: Replicas | None, run: Path) -> AsyncIterator[None]:
-    """Does what `torchtitan-rl scale` asks for in the directory of a run, as long as the block runs. None: refuses."""
-    replica_request.forget(run)  # of an earlier attempt
-    watch = asyncio.ensure_future(_watch(replicas, run))
-    try:
-        yield
-    finally:
-        watch.cancel()
-        replica_request.forget(run)
+    def serving(self) -> list[str]:
+        """Roles of the replicas that get requests."""
+        return self._client.serving()
 
-
-async def _watch(replicas: Replicas | None, run: Path) -> None:
-    done = ""
-    while True:
-        await asyncio.sleep(_LOOK_EVERY_S)
-        try:
-            request = replica_request.request_in(run)
-            if request is not None and request.id != done:
-                done = request.id
-                problem = await _problem(replicas, request.replicas)
-                replica_request.answer(run, request, 0 if replicas is None else replicas.number, problem)
-        except (OSError, ValueError) as error:
-            logger.warning("a request for another number of replicas was not read: %s", error)
-            replica_request.forget(run)
-
-
-async def _problem(replicas: Replicas | None, number: int) -> str:
-    """Changes the number of replicas. Returns why it is not what was asked for; "" where it is."""
-    if replicas is None:
-        return (
-            f"replicas={number}: is fixed in this run, whose roles share devices or whose generator is not a mesh of "
-            "its own; begin one with roles.colocation='none' and --backend actors"
-        )
-    try:
-        await replicas.scale(number)
-    except (RuntimeError, ValueError) as error:
-        return str(error)
-    return ""
+    def coming(self) -> list[str]:
+        """Roles of the replicas that start, and of lost ones that are being replaced."""
+        return [*(role for role in self._client.working() if role not in self._client.serving()), *self._starting]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from torchtitan_rl.types.ends import PREEMPTED_STATUS
 
-__all__ = ["SlurmJob", "script", "check_tools", "submit"]
+__all__ = ["SlurmJob", "script", "join_script", "check_tools", "submit"]
 
 _TOOLS = ("sbatch", "srun", "scontrol", "scancel")
 
@@ -46,6 +46,21 @@ if (((can_go_on || may_try_again) && !slurm_ends_it)); then scontrol requeue "$S
 """
 
 
+_JOIN = """\
+# Slurm sends USR1 to this shell before the time limit, which the hosts get too. It sends TERM to this shell and to the
+# hosts when it ends the job for a preemption, a requeue or scancel: then the shell only waits.
+trap 'scancel --signal=USR1 "$SLURM_JOB_ID.0"' USR1
+trap : TERM
+# Each host joins and leaves for itself: where one fails, the others stay.
+srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 --wait=0 {join} &
+hosts=$!
+while wait $hosts; status=$?; kill -0 $hosts 2> /dev/null; do :; done  # a trap ends `wait` before the hosts have left
+exit $status
+"""
+_LET_GO_S = 30
+"""Seconds before the time limit at which replicas of a joined host have no time left: the run then lets go of it."""
+
+
 @dataclass(kw_only=True, frozen=True, slots=True)
 class SlurmJob:
     """A job's options for sbatch. Empty strings and zeros leave a choice to Slurm."""
@@ -69,6 +84,22 @@ class SlurmJob:
 def script(job: SlurmJob, arguments: list[str]) -> str:
     """The batch script of a job that runs `torchtitan-rl train ARGUMENTS` on all its nodes. Raises ValueError for a
     number of seconds that sbatch does not take."""
+    train = shlex.join([sys.executable, "-m", "torchtitan_rl.launch.torchrun", *arguments])
+    body = _BODY.format(python=shlex.quote(sys.executable), train=train)
+    again = _REQUEUE.format(preempted=PREEMPTED_STATUS, max_restarts=job.max_restarts) if job.requeue else ""
+    return "\n".join([*_head(job), f"{body}{again}exit $status", ""])
+
+
+def join_script(job: SlurmJob) -> str:
+    """The batch script of a job whose nodes join the run in `job.directory`. Raises as `script` does."""
+    within = max(0, job.stop_before_s - _LET_GO_S)
+    run = str(job.directory.absolute())
+    join = shlex.join([sys.executable, "-m", "torchtitan_rl.launch.join", run, "--leave-within", str(within)])
+    return "\n".join([*_head(job), "#SBATCH --no-kill", _JOIN.format(join=join)])
+
+
+def _head(job: SlurmJob) -> list[str]:
+    """The first lines of a batch script, with its options."""
     if not 0 <= job.stop_before_s <= 65535:
         raise ValueError(f"--stop-before={job.stop_before_s}: sbatch takes 0 to 65535 seconds")
     options = {
@@ -85,10 +116,7 @@ def script(job: SlurmJob, arguments: list[str]) -> str:
     }
     lines = [f"#SBATCH --{name}={shlex.quote(str(value))}" for name, value in options.items() if value]
     lines += ["#SBATCH --exclusive", f"#SBATCH --{'requeue' if job.requeue else 'no-requeue'}"]
-    train = shlex.join([sys.executable, "-m", "torchtitan_rl.launch.torchrun", *arguments])
-    body = _BODY.format(python=shlex.quote(sys.executable), train=train)
-    again = _REQUEUE.format(preempted=PREEMPTED_STATUS, max_restarts=job.max_restarts) if job.requeue else ""
-    return "\n".join(["#!/bin/bash", *lines, f"{body}{again}exit $status", ""])
+    return ["#!/bin/bash", *lines]
 
 
 def check_tools() -> None:
@@ -100,16 +128,15 @@ def check_tools() -> None:
         )
 
 
-def submit(job: SlurmJob, arguments: list[str]) -> str:
-    """Submits the job and returns its number. Makes the run's directory, for the job's output. Raises ValueError where
-    that fails, RuntimeError with Slurm's words where Slurm refuses the job."""
+def submit(job: SlurmJob, text: str) -> str:
+    """Submits a batch script of the job and returns the job's number. Makes the run's directory, for the job's output.
+    Raises ValueError where that fails, RuntimeError with Slurm's words where Slurm refuses the job."""
     try:
         job.directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(
             f"output_dir={str(job.directory)!r}: cannot be made ({error.strerror}); choose another"
         ) from None
-    text = script(job, arguments)
     done = subprocess.run(["sbatch", "--parsable"], input=text, capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"sbatch: the job was not accepted: {done.stderr.strip() or done.stdout.strip()}")

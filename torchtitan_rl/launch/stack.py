@@ -110,14 +110,22 @@ async def start_generators(config: RunConfig, launcher: MeshLauncher, model_dir:
 
 def _generators(config: RunConfig, launcher: MeshLauncher, model_dir: Path, share_with: str | None) -> list:
     roles = [f"generator-{i}" for i in range(config.generator.num_replicas)]
-    return [_start_generator(config, launcher, model_dir, role, share_with) for role in roles]
+    return [_start_generator(config, launcher, model_dir, role, share_with=share_with) for role in roles]
 
 
 def _start_generator(
-    config: RunConfig, launcher: MeshLauncher, model_dir: Path, role: str, share_with: str | None = None
+    config: RunConfig,
+    launcher: MeshLauncher,
+    model_dir: Path,
+    role: str,
+    host: int | None = None,
+    *,
+    share_with: str | None = None,
 ):
     model = ModelConfig(assets=str(model_dir), shape=resolve_shape(config.model))
-    return launcher.start_generator(config.generator, model, role=role, seed=config.seed, share_with=share_with)
+    return launcher.start_generator(
+        config.generator, model, role=role, seed=config.seed, share_with=share_with, host=host
+    )
 
 
 def _routes(schedules: Schedules) -> RecordedRoutes | None:

@@ -12,21 +12,19 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-import psutil
 import torch.distributed as dist
 
-from torchtitan_rl.environment import HOST_ADDRESS, end_with_parent, without_torchrun
+from torchtitan_rl.environment import HOST_ADDRESS, end_with_parent
 from torchtitan_rl.launch.agreement import joined, joined_problem
+from torchtitan_rl.launch.children import end_children, free_port, start_module
 from torchtitan_rl.launch.liveness import JOIN_S
 from torchtitan_rl.launch.liveness.heartbeats import BEAT_S, Watch
 from torchtitan_rl.launch.liveness.watchdog import SIGNS_OF_LIFE, end_if_overdue
@@ -51,7 +49,7 @@ def main(arguments: list[str]) -> int:
     except _Interrupted as interrupt:
         return _interrupted(interrupt, children)
     finally:
-        _end(children)
+        end_children(children)
 
 
 class _Interrupted(BaseException):
@@ -72,7 +70,7 @@ def _ask(watch: Watch, number: int, _frame) -> None:
 def _run(arguments: list[str], children: list[subprocess.Popen]) -> int:
     store, rank, size = _join()
     own = _own_address()
-    worker = f"tcp://{own}:{_free_port(own)}"
+    worker = f"tcp://{own}:{free_port(own)}"
     store.set(f"beat/{rank}", "0")
     store.set(f"joined/{rank}", json.dumps(joined(worker, arguments)))
     hosts = _gather(store, size)
@@ -80,7 +78,7 @@ def _run(arguments: list[str], children: list[subprocess.Popen]) -> int:
         time.sleep(4 * BEAT_S * (rank == 0))  # the store ends with rank 0, and all are to read why
         raise ValueError(problem)
     workers = [host["worker"] for host in hosts]
-    children.append(_start("torchtitan_rl.launch.worker", worker, ignore=[signal.SIGTERM]))
+    children.append(start_module("torchtitan_rl.launch.worker", worker, ignore=[signal.SIGTERM]))
     print(f"host {rank} of {size}: worker {worker}", file=sys.stderr)
     watch = Watch(store, rank, workers)
     watch.start()
@@ -89,7 +87,9 @@ def _run(arguments: list[str], children: list[subprocess.Popen]) -> int:
         again = ["--resume", "auto"] if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) else []
         with tempfile.TemporaryDirectory(prefix="torchtitan-rl-") as directory:
             os.environ[SIGNS_OF_LIFE] = file = f"{directory}/signs_of_life.json"
-            children.append(_start("torchtitan_rl.cli", "train", *arguments, *again, "--hosts", ",".join(workers)))
+            children.append(
+                start_module("torchtitan_rl.cli", "train", *arguments, *again, "--hosts", ",".join(workers))
+            )
             return _lead(watch, Path(file), *children)
     return _follow(watch, *children)
 
@@ -124,18 +124,6 @@ def _own_address() -> str:
     from torchtitan_rl.launch.inventory import address_towards
 
     return os.environ.get(HOST_ADDRESS) or address_towards(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-
-
-def _free_port(address: str) -> int:
-    with socket.socket() as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError as error:
-            raise ValueError(
-                f"TORCHTITAN_RL_HOST_ADDRESS={address!r}: cannot be bound ({error.strerror}); give an "
-                "address of this host"
-            ) from None
-        return probe.getsockname()[1]
 
 
 def _lead(watch: Watch, signs_of_life: Path, worker: subprocess.Popen, controller: subprocess.Popen) -> int:
@@ -197,18 +185,6 @@ def _ended(worker: subprocess.Popen, address: str) -> str | None:
     return f"host {address}: its worker ended {how}"
 
 
-def _start(module: str, *arguments: str, ignore: Sequence[signal.Signals] = ()) -> subprocess.Popen:
-    """Starts a module of the package. It and all that it starts ignore the signals `ignore`."""
-
-    def prepare() -> None:
-        end_with_parent(signal.SIGKILL)
-        for number in ignore:
-            signal.signal(number, signal.SIG_IGN)
-
-    command = [sys.executable, "-m", module, *arguments]
-    return subprocess.Popen(command, env=without_torchrun(os.environ), preexec_fn=prepare)
-
-
 def _interrupted(interrupt: _Interrupted, children: list[subprocess.Popen]) -> int:
     """128 + the signal's number. A terminal's Ctrl-C reaches the controller too, which has 5 s to print where the run
     was."""
@@ -218,22 +194,6 @@ def _interrupted(interrupt: _Interrupted, children: list[subprocess.Popen]) -> i
         except subprocess.TimeoutExpired:
             pass
     return 128 + interrupt.args[0]
-
-
-def _end(children: list[subprocess.Popen]) -> None:
-    """Kills the children and all their descendants, and waits until they have ended."""
-    processes = []
-    for child in children:
-        try:
-            processes += [psutil.Process(child.pid), *psutil.Process(child.pid).children(recursive=True)]
-        except psutil.NoSuchProcess:
-            pass  # the child has ended, and its own children with it
-    for process in processes:
-        try:
-            process.kill()
-        except psutil.NoSuchProcess:
-            pass
-    psutil.wait_procs(processes, timeout=_LAST_WORDS_S)
 
 
 def _fail(message: str) -> int:

@@ -1,74 +1,116 @@
-"""A request for another number of generator replicas, and its answer: files in the directory of a run that goes on.
+"""Requests for other generator replicas or hosts, and their answers: files in the directory of a run that goes on.
 
-scale.json     what was asked for: {"id", "replicas"}
-scaled.json    the answer: {"id", "replicas", "problem"}
+scale/open.json        the hosts of the run, written once it reads requests: {"hosts"}; [] where no host can join
+scale/ID.json          what was asked for: {"replicas", "join", "leave"}
+scale/ID.answer.json   the answer: {"replicas", "problem"}
+
+Requests do not replace each other: the nodes of a job ask at the same time.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
+import time
 import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-__all__ = ["ScaleAnswer", "ScaleRequest", "answer", "answer_to", "ask", "forget", "request_in"]
+__all__ = ["ScaleAnswer", "ScaleRequest", "answer", "answer_to", "ask", "close", "hosts_of", "open_for", "requests_in"]
 
-_REQUEST, _ANSWER = "scale.json", "scaled.json"
+_DIRECTORY, _OPEN, _ANSWER = "scale", "open", ".answer"
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleRequest:
-    """How many replicas a run is to have."""
+    """What a run is asked for: one of the three."""
 
     id: str
-    replicas: int
+    replicas: int | None = None
+    """How many replicas the run is to have."""
+    join: tuple[str, ...] = ()
+    """Workers, tcp://HOST:PORT, whose hosts are to join, with replicas of their own."""
+    leave: tuple[str, ...] = ()
+    """Workers whose hosts are to leave, with their replicas."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleAnswer:
     """How many replicas the run has after a request."""
 
-    id: str
-    """Of the request."""
     replicas: int
     problem: str
-    """Why the number is not the one that was asked for; "" where it is."""
+    """Why the run has not done what it was asked for; "" where it has."""
 
 
-def ask(run: Path, replicas: int) -> ScaleRequest:
-    """Leaves a request; one that nobody has read yet is replaced."""
-    request = ScaleRequest(uuid.uuid4().hex, replicas)
-    _write(run / _REQUEST, asdict(request))
+def open_for(run: Path, hosts: list[str]) -> None:
+    """Says that the run reads requests from now on, and which hosts it has: [] where none can join it."""
+    close(run)  # requests of an earlier attempt
+    (run / _DIRECTORY).mkdir()
+    _write(run / _DIRECTORY / f"{_OPEN}.json", {"hosts": hosts})
+
+
+def close(run: Path) -> None:
+    """Removes requests and answers: no more are read."""
+    shutil.rmtree(run / _DIRECTORY, ignore_errors=True)
+
+
+def hosts_of(run: Path) -> list[str] | None:
+    """Addresses HOST:PORT of the hosts of a run that reads requests; None where it does not."""
+    content = _read(run / _DIRECTORY / f"{_OPEN}.json")
+    return None if content is None else content["hosts"]
+
+
+def ask(
+    run: Path, *, replicas: int | None = None, join: tuple[str, ...] = (), leave: tuple[str, ...] = ()
+) -> ScaleRequest:
+    """Leaves a request. Raises ValueError for a run that does not read any."""
+    request = ScaleRequest(f"{time.time_ns():020d}-{uuid.uuid4().hex}", replicas, join, leave)
+    wishes = {name: value for name, value in asdict(request).items() if name != "id"}
+    try:
+        _write(_file(run, request.id), wishes)
+    except FileNotFoundError:
+        raise ValueError(
+            f"run={str(run)!r}: reads no requests; it still starts, or evaluates after its last step"
+        ) from None
     return request
 
 
-def request_in(run: Path) -> ScaleRequest | None:
-    """The last request; None where there is none. Raises ValueError for a file that is none."""
-    content = _read(run / _REQUEST)
-    if content is None:
-        return None
-    match content:
-        case {"id": str(id), "replicas": int(replicas)}:
-            return ScaleRequest(id, replicas)
-    raise ValueError(f"{run / _REQUEST}: is no request; ask with `torchtitan-rl scale`")
+def requests_in(run: Path) -> list[ScaleRequest]:
+    """All requests that have no answer yet, in the order of time. Raises ValueError for a file that is none."""
+    directory = run / _DIRECTORY
+    names = {file.stem for file in directory.glob("*.json")} - {_OPEN}
+    requests = []
+    for name in sorted(name for name in names if not name.endswith(_ANSWER) and f"{name}{_ANSWER}" not in names):
+        match _read(directory / f"{name}.json"):
+            case None:
+                pass  # who asked does not wait any more
+            case {"replicas": int() | None as replicas, "join": list(join), "leave": list(leave)}:
+                requests.append(ScaleRequest(name, replicas, tuple(map(str, join)), tuple(map(str, leave))))
+            case _:
+                (directory / f"{name}.json").unlink()
+                raise ValueError(f"{directory / name}.json: is no request; ask with `torchtitan-rl scale`")
+    return requests
 
 
 def answer(run: Path, request: ScaleRequest, replicas: int, problem: str) -> None:
-    """Answers a request; a further one is awaited then."""
-    _write(run / _ANSWER, asdict(ScaleAnswer(request.id, replicas, problem)))
+    """Answers a request."""
+    _write(_file(run, request.id + _ANSWER), asdict(ScaleAnswer(replicas, problem)))
 
 
 def answer_to(run: Path, request: ScaleRequest) -> ScaleAnswer | None:
-    """The answer to a request; None before there is one."""
-    content = _read(run / _ANSWER)
-    return ScaleAnswer(**content) if content is not None and content["id"] == request.id else None
+    """The answer to a request, once; None before there is one."""
+    content = _read(_file(run, request.id + _ANSWER))
+    if content is None:
+        return None
+    for name in (request.id, request.id + _ANSWER):  # the request first: without an answer it would count as new
+        _file(run, name).unlink(missing_ok=True)
+    return ScaleAnswer(**content)
 
 
-def forget(run: Path) -> None:
-    """Removes request and answer."""
-    for name in (_REQUEST, _ANSWER):
-        (run / name).unlink(missing_ok=True)
+def _file(run: Path, name: str) -> Path:
+    return run / _DIRECTORY / f"{name}.json"
 
 
 def _write(file: Path, content: dict) -> None:
@@ -83,4 +125,5 @@ def _read(file: Path) -> dict | None:
     except FileNotFoundError:
         return None
     except json.JSONDecodeError as error:
+        file.unlink()
         raise ValueError(f"{file}: is no JSON ({error}); ask with `torchtitan-rl scale`") from None

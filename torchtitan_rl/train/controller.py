@@ -106,7 +106,8 @@ class Controller(AbstractAsyncContextManager):
         self.tokenizer, self.family, self.draws = inputs.tokenizer, inputs.family, Draws(inputs.source)
         self.supervised_family, self.preference_family = inputs.supervised_family, inputs.preference_family
         self.launcher, self.roles, self.generator = stack.launcher, stack.roles, stack.generator
-        self.versions, self.placement, self.replicas = stack.versions, stack.placement, stack.replicas
+        self.versions, self.placement = stack.versions, stack.placement
+        self.replicas, self.joined_hosts = stack.replicas, stack.joined_hosts
         self.state = state or RunState(seed=config.seed)
         self.stop, self.ended_early = StopRequest(config.controller.max_hours), ""
         self._until: int | None = None

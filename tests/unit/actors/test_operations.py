@@ -63,14 +63,16 @@ def test_a_role_that_is_only_scored_does_not_train(trainer_rank, name):
     trainer_rank.require(TrainerOperations.load_weights, "teacher", parts())
 
 
-def test_a_method_of_the_rank_checks_its_own_operation(trainer_rank):
+async def test_a_method_of_the_rank_checks_its_own_operation(trainer_rank):
     """Called on a rank that has nothing but its role and parts: only the check can speak."""
     rank = object.__new__(trainer_rank.TrainerRank)
     rank.role, rank.parts = "policy", parts(*TRAINER_PARTS)
     for name, operation in operations(TrainerOperations).items():
         if needed_parts(operation):
             with pytest.raises(RuntimeError, match=f"^policy.{name}: .*offloaded"):
-                getattr(rank, name)(*arguments(operation))
+                answer = getattr(rank, name)(*arguments(operation))
+                if inspect.isawaitable(answer):
+                    await answer
 
 
 def test_every_part_that_is_needed_is_one_that_some_role_holds():

@@ -15,6 +15,7 @@ from torchtitan_rl.algorithm.inputs import with_inputs
 from torchtitan_rl.algorithm.losses import gspo, importance_sampling, ppo
 from torchtitan_rl.algorithm.objective import policy_objective
 from torchtitan_rl.algorithm.reductions import constant_length, prompt_mean, sequence_mean, token_mean
+from torchtitan_rl.algorithm.surrogate import data_metrics
 from torchtitan_rl.algorithm.terms import with_kept_weights, with_kl_reward
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
@@ -46,12 +47,20 @@ def inputs():
 
 
 def value(**config):
-    """The objective, and its metrics but for those of any data with advantages and a reference."""
+    """The objective, and its metrics."""
     loss, metrics = policy_objective(AlgorithmConfig(**config))(inputs())
-    assert float(metrics.pop("advantage/mean")) == -1.0 and float(metrics.pop("advantage/abs_max")) == 2.0
-    # k3 of log-ratios -1 and 1 to the reference.
-    assert float(metrics.pop("policy/reference_kl")) == pytest.approx(math.exp(-1) + math.e - 2)
     return loss.item(), {name: float(value) for name, value in metrics.items()}
+
+
+def test_metrics_of_data_with_advantages_and_a_reference():
+    batch = inputs()
+    metrics = data_metrics(batch, batch.loss_mask > 0)
+    # k3 of log-ratios -1 and 1 to the reference.
+    assert {name: value.item() for name, value in metrics.items()} == {
+        "advantage/mean": -1.0,
+        "advantage/abs_max": 2.0,
+        "policy/reference_kl": pytest.approx(math.exp(-1) + math.e - 2),
+    }
 
 
 PLAIN = -(0.5 * 2 * 1 + 0.25 * 1 * -2)

@@ -20,6 +20,7 @@ def run(tmp_path):
     """The directory of a run that this process says to go on."""
     status = {"at": datetime.now().astimezone().isoformat(), "heartbeat_s": 5.0, "ended": "", "replicas": {}}
     (tmp_path / "status.json").write_text(json.dumps(status))
+    replica_request.open_for(tmp_path, [])
     with locked(RunDir(tmp_path)):
         yield tmp_path
     unlock(RunDir(tmp_path))
@@ -27,11 +28,14 @@ def run(tmp_path):
 
 def answer_next(run, replicas, problem):
     def watch():
-        while (request := replica_request.request_in(run)) is None:
+        while not (requests := replica_request.requests_in(run)):
             time.sleep(0.01)
-        replica_request.answer(run, request, replicas, problem)
+        asked.extend(requests)
+        replica_request.answer(run, requests[0], replicas, problem)
 
+    asked: list = []
     threading.Thread(target=watch, daemon=True).start()
+    return asked
 
 
 def test_a_run_is_asked_and_its_answer_printed(run, capsys):
@@ -54,7 +58,22 @@ def test_a_run_that_does_not_answer_is_not_waited_for_without_an_end(run, capsys
 def test_no_replica_is_refused_before_anybody_is_asked(run, capsys):
     assert main(["scale", str(run), "--replicas", "0"]) == 1
     assert "--replicas=0: a run needs a generator; use at least 1" in capsys.readouterr().err
-    assert replica_request.request_in(run) is None
+    assert replica_request.requests_in(run) == []
+
+
+@pytest.mark.parametrize("wish", ["join", "leave"])
+def test_hosts_are_named_by_their_workers(run, capsys, wish):
+    asked = answer_next(run, 3, "")
+    assert main(["scale", str(run), f"--{wish}", "tcp://10.0.0.5:1,tcp://10.0.0.6:1"]) == 0
+    assert getattr(asked[0], wish) == ("tcp://10.0.0.5:1", "tcp://10.0.0.6:1") and asked[0].replicas is None
+    assert main(["scale", str(run), f"--{wish}", "10.0.0.5:1"]) == 1
+    assert "hosts='10.0.0.5:1': is not the address of a worker; write tcp://HOST:PORT" in capsys.readouterr().err
+
+
+def test_a_run_that_reads_no_requests_is_not_waited_for(run, capsys):
+    replica_request.close(run)
+    assert main(["scale", str(run), "--replicas", "2"]) == 1
+    assert "reads no requests; it still starts, or evaluates after its last step" in capsys.readouterr().err
 
 
 def test_what_is_no_run_or_does_not_go_on_is_refused(tmp_path, capsys):

@@ -13,7 +13,7 @@ import pytest
 
 from torchtitan_rl.cli import controller_run
 from torchtitan_rl.launch import jobs, torchrun
-from torchtitan_rl.launch.slurm import SlurmJob, script
+from torchtitan_rl.launch.slurm import SlurmJob, join_script, script
 from torchtitan_rl.types.ends import SAME_REQUEST_S
 
 QUICKSTART = str(Path(__file__).parents[3] / "configs" / "quickstart.py")
@@ -44,6 +44,30 @@ def test_the_batch_script_asks_for_what_was_asked_and_leaves_the_rest_to_slurm()
     for line in ("gpus-per-node=8", "time=01:00:00", "partition=p", "account=a", "no-requeue"):
         assert f"#SBATCH --{line}" in more
     assert not any("scontrol requeue" in line for line in more)
+
+
+def test_a_job_of_hosts_that_join_runs_one_process_a_node_and_passes_the_warning_on():
+    text = join_script(job(gpus_per_host=8, time_limit="01:00:00"))
+    for line in ("nodes=2", "gpus-per-node=8", "time=01:00:00", "signal=B:USR1@90", "no-kill", "requeue"):
+        assert f"#SBATCH --{line}\n" in text
+    assert f"{sys.executable} -m torchtitan_rl.launch.join '/shared/100% mine' --leave-within 60 &\n" in text
+    assert """scancel --signal=USR1 "$SLURM_JOB_ID.0"' USR1\n""" in text
+    done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        (["runs/none"], "run='runs/none': is no directory of a run; name one, such as runs/first"),
+        (["runs/none", "--seed", "1"], "--seed 1: is for a job with a run of its own; a host that joins has the run's"),
+        (["runs/none", "--max-restarts", "1"], "--resume=, --max-restarts=1: is for a job with a run of its own"),
+        (["runs/none", "--num-hosts", "0"], "--num-hosts=0: at least one host is to join"),
+    ],
+)
+def test_hosts_that_cannot_join_are_not_submitted(arguments, expected, capsys):
+    assert jobs.main(["slurm-join", "--dry-run", *arguments]) == 1
+    assert f"error: {expected}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("requeue", [True, False])

@@ -4,13 +4,14 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 
 import psutil
 import pytest
 
 from torchtitan_rl.launch.liveness import lease as lease_module
-from torchtitan_rl.launch.liveness.lease import Lease, _Controller, ask_to_attach
+from torchtitan_rl.launch.liveness.lease import Lease, _Controller, ask_to_attach, ask_to_leave, until_released
 
 WORKER = """
 import os, subprocess, sys, time
@@ -144,6 +145,34 @@ def test_a_dead_controller_is_known_by_its_process_its_connection_or_its_silence
     assert _Controller(**elsewhere, closed=time.monotonic() - lease_module.GONE_S - 1).is_dead()
     assert _Controller(**elsewhere, last_word=time.monotonic() - lease_module.QUIET_S - 1).is_dead()
     assert not _Controller(**elsewhere).is_dead()
+
+
+@pytest.mark.parametrize("worker", ["30"], indirect=True)
+def test_a_worker_that_is_to_leave_says_so_until_its_controller_lets_it_go(worker, monkeypatch):
+    monkeypatch.setattr(lease_module, "EVERY_S", 0.05)
+    process, port, child = worker
+    seconds: list[float] = []
+    lease = Lease("127.0.0.1", port, "tcp://127.0.0.1:7", seconds.append)
+    assert lease.answers(5)
+    answers: dict[str, bool] = {}
+    waits = [
+        threading.Thread(target=lambda: answers.update(waits=until_released("127.0.0.1", port))),
+        threading.Thread(target=lambda: answers.update(leaves=ask_to_leave("127.0.0.1", port, 40.0))),
+        threading.Thread(target=lambda: answers.update(hurries=ask_to_leave("127.0.0.1", port, 7.0))),
+    ]
+    for wait in waits:
+        wait.start()
+        time.sleep(0.5)
+    assert 39 < max(seconds) <= 40 and 5 < seconds[-1] <= 7 and answers == {} and lease.answers(5)
+    lease.end()
+    for wait in waits:
+        wait.join(5)
+    assert answers == {"waits": True, "leaves": True, "hurries": True}
+    assert child.is_running() and process.poll() is None
+
+
+def test_who_waits_for_a_worker_that_is_not_there_learns_it():
+    assert not until_released("127.0.0.1", 9) and not ask_to_leave("127.0.0.1", 9, 1.0)
 
 
 def test_nobody_there_does_not_answer():

@@ -7,7 +7,8 @@ import pytest
 
 from tests.kit.replicas import Mesh, client_of, died, sample_all, settle
 from torchtitan_rl.dispatch.repair import Repair
-from torchtitan_rl.launch.replicas import Replicas, scaled_on_request
+from torchtitan_rl.launch.on_request import scaled_on_request
+from torchtitan_rl.launch.replicas import Replicas
 from torchtitan_rl.record import replica_request
 
 
@@ -16,7 +17,7 @@ def replicas_of(client, *, fail=(), meshes=None):
     `meshes` are those of some roles."""
     started, stopped = [], []
 
-    async def start(role):
+    async def start(role, host):
         if role in fail:
             raise RuntimeError(f"{role}: its process did not start")
         started.append((meshes or {}).get(role) or Mesh(role))
@@ -76,6 +77,50 @@ async def test_a_replica_that_leaves_answers_its_requests_first_with_the_weights
     assert stopped == ["generator-1"] and client.health() == {"generator-0": "healthy"}
     await settle()
     assert versions.holders() == {2: ["generator-0", "newest"]}
+
+
+async def test_a_replica_without_time_left_has_left_and_others_answer_what_it_had():
+    meshes, versions, client = client_of(2)
+    await client.pull(await versions.publish())
+    replicas, _, stopped = replicas_of(client)
+    meshes[1].held_up, hurry = asyncio.Event(), asyncio.Event()
+    answers = asyncio.ensure_future(sample_all(client, [[1], [2]]))
+    await settle()
+    leaving = asyncio.ensure_future(replicas.end("generator-1", hurry))
+    await settle()
+    assert not leaving.done() and client.working() == client.serving() == ["generator-0"]
+    hurry.set()
+    await leaving
+    assert stopped == ["generator-1"] and not answers.done() and client.health() == {"generator-0": "healthy"}
+    meshes[1].broken["sample"] = died("generator-1", "sample")  # its process has been ended
+    meshes[1].held_up.set()
+    assert [answer.tokens for answer in await answers] == [[1], [2]]
+    assert meshes[0].sampled == [[1], [2]] and meshes[1].aborted == [0, 1]
+    await settle()
+    assert versions.holders() == {1: ["generator-0", "newest"]}
+
+
+async def test_a_lost_replica_whose_host_is_gone_has_left_and_the_run_goes_on():
+    async def gone(role):
+        return "host 10.0.0.5:1 is gone" if role == "generator-1" else ""
+
+    async def never(role):
+        await asyncio.Event().wait()
+
+    limits = {"max_restarts": 1, "window_s": 100.0, "probe_every_s": 100.0, "hang_timeout_s": 100.0}
+    meshes, versions, client = client_of(2, Repair(never, gone=gone, **limits))
+    await client.pull(await versions.publish())
+    replicas, _, _ = replicas_of(client)
+    meshes[1].held_up = asyncio.Event()
+    answers = asyncio.ensure_future(sample_all(client, [[1], [2]]))
+    await settle()
+    meshes[1].broken["sample"] = died("generator-1", "sample")
+    meshes[1].held_up.set()
+    assert [answer.tokens for answer in await answers] == [[1], [2]]
+    await settle()
+    assert client.health() == {"generator-0": "healthy"} and client.num_restarts == 0 and replicas.number == 1
+    assert versions.holders() == {1: ["generator-0", "newest"]}
+    client.close()
 
 
 async def test_a_replica_that_is_lost_while_it_leaves_hands_its_requests_over_and_has_left():
@@ -162,23 +207,32 @@ async def test_requests_in_the_run_directory_are_done_once_and_answered(tmp_path
     _, versions, client = client_of(1)
     await client.pull(await versions.publish())
     replicas, started, _ = replicas_of(client)
-    replica_request.ask(tmp_path, 7)  # of an earlier attempt
-    async with scaled_on_request(replicas, tmp_path):
-        request = replica_request.ask(tmp_path, 2)
-        answer = await answer_to(tmp_path, request)
-        assert (answer.replicas, answer.problem) == (2, "")
-        refused = await answer_to(tmp_path, replica_request.ask(tmp_path, 0))
+    replica_request.open_for(tmp_path, [])
+    replica_request.ask(tmp_path, replicas=7)  # of an earlier attempt
+    async with scaled_on_request(replicas, None, tmp_path):
+        assert replica_request.hosts_of(tmp_path) == []
+        requests = (replica_request.ask(tmp_path, replicas=number) for number in (2, 0))
+        done, refused = [await answer_to(tmp_path, request) for request in requests]
+        assert (done.replicas, done.problem) == (2, "")
         assert (refused.replicas, refused.problem) == (2, "replicas=0: a run needs a generator; use at least 1")
+        joining = await answer_to(tmp_path, replica_request.ask(tmp_path, join=("tcp://10.0.0.5:1",)))
+        assert joining.problem.startswith("hosts=tcp://10.0.0.5:1: the run's processes listen on this machine alone;")
+        assert [file.name for file in (tmp_path / "scale").iterdir()] == ["open.json"]
     assert [mesh.role for mesh in started] == ["generator-1"] and list(tmp_path.iterdir()) == []
+    assert replica_request.hosts_of(tmp_path) is None
+    with pytest.raises(ValueError, match="reads no requests; it still starts, or evaluates after its last step"):
+        replica_request.ask(tmp_path, replicas=2)
 
 
 async def test_a_run_whose_replicas_are_fixed_says_so_and_a_broken_file_does_no_harm(tmp_path, caplog):
-    async with scaled_on_request(None, tmp_path):
-        (tmp_path / "scale.json").write_text(json.dumps({"replicas": "many"}))
+    async with scaled_on_request(None, None, tmp_path):
+        (tmp_path / "scale" / "mine.json").write_text(json.dumps({"replicas": "many"}))
         await asyncio.sleep(1.0)
         assert caplog.text.count("is no request; ask with `torchtitan-rl scale`") == 1
-        answer = await answer_to(tmp_path, replica_request.ask(tmp_path, 2))
-        assert answer.problem.startswith("replicas=2: is fixed in this run")
+        (tmp_path / "scale" / "mine.json").write_text("{")
+        answer = await answer_to(tmp_path, replica_request.ask(tmp_path, replicas=2))
+        assert answer.problem.startswith("replicas=2: the number of replicas is fixed in this run")
+    assert "is no JSON" in caplog.text
 
 
 async def answer_to(run, request):

@@ -18,8 +18,7 @@ from types import FunctionType
 import torch
 
 from torchtitan_rl.algorithm import losses
-from torchtitan_rl.algorithm.distill_objective import sampled_logprobs
-from torchtitan_rl.algorithm.objective import measured
+from torchtitan_rl.algorithm.surrogate import data_metrics, sampled_logprobs
 from torchtitan_rl.dispatch.microbatches import pack
 from torchtitan_rl.types import Datum, LossFunction, LossInputs
 
@@ -104,7 +103,9 @@ def _sampled(inputs: LossInputs) -> dict[str, torch.Tensor]:
     with torch.no_grad():
         mask_T, policy = inputs.loss_mask > 0, sampled_logprobs(inputs)
         sums = {"policy/entropy": -policy[mask_T].sum()}
-        return sums | (losses.mismatch(policy, inputs) if inputs.policy_logprobs.dim() == 1 else {})
+        if inputs.policy_logprobs.dim() == 1:
+            sums |= losses.mismatch(policy, inputs)
+        return sums | data_metrics(inputs, mask_T)
 
 
 def linearized(data: list[Datum], gradients: list[torch.Tensor]) -> ServiceLoss:
@@ -129,9 +130,7 @@ def service_loss(loss_fn: LossFunction, data: list[Datum], weight: float) -> Ser
 
 
 def _unwrapped(loss_fn: LossFunction) -> tuple[Callable, dict]:
-    """The loss without bound settings and without what adds metrics only, and the settings."""
-    while isinstance(loss_fn, partial) and loss_fn.func is measured and not loss_fn.args:
-        loss_fn = loss_fn.keywords["loss_fn"]
+    """The loss without bound settings, and the settings."""
     if isinstance(loss_fn, partial) and not loss_fn.args:
         return loss_fn.func, loss_fn.keywords
     return loss_fn, {}

@@ -20,6 +20,10 @@ controller -> worker: a byte (`lease.Lease`)
 worker -> controller: the echo of that byte (`lease.Lease.answers`)
     Looked for when a replica is lost. Without an echo for 8 s (`lease.ANSWERS_S`) the host is lost too.
     `attach.Hosts.await_back` waits 300 s (`JOIN_S`) for another worker at the address; there the replica begins again.
+    A host that has joined the run is not waited for: it has left with its replicas.
+host's process of a job -> worker -> controller: the seconds that are left (`lease.ask_to_leave`)
+    When a scheduler takes a joined host back. The worker says them in each echo, and the controller's
+    `joined_hosts.JoinedHosts` ends the host's replicas within that time. Its goodbye then ends the host's process.
 host -> host, under torchrun: a count in torchrun's store (`heartbeats.Watch`)
     Every 0.5 s (`heartbeats.BEAT_S`). Rank 0 reads all counts, all other ranks read rank 0's. After 10 s
     (`heartbeats.SILENT_S`), or when a host says that its worker has ended, every host ends its worker, and so the run.

@@ -9,6 +9,9 @@ event loop or on Monarch.
 
 A controller that attaches is answered once the worker knows whether every controller before it lives that has not said
 goodbye. Where all of them are dead, the worker ends what they left and begins anew, and the newcomer asks again.
+
+A process of the worker's host may ask the worker to leave its run (`launch.join`, when a scheduler wants the host
+back). Then the worker answers each byte of the controller with the seconds that are left for it.
 """
 
 from __future__ import annotations
@@ -21,13 +24,14 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import psutil
 
 from torchtitan_rl.environment import end_with_parent, signal_of_parents_end
 
-__all__ = ["ANSWERS_S", "SILENT_S", "serve", "monarch_at", "ask_to_attach", "Lease"]
+__all__ = ["ANSWERS_S", "SILENT_S", "serve", "monarch_at", "ask_to_attach", "ask_to_leave", "until_released", "Lease"]
 
 SILENT_S = float(os.environ.get("TORCHTITAN_RL_LEASE_S", 30))
 """Seconds without a word from its controller after which a worker ends what it started for it. A network that parts for
@@ -46,8 +50,9 @@ _ANSWER_S = 5.0
 """Seconds for one message to a worker that is there, and for a connection to it."""
 _END_S = 10.0
 """Seconds for killed processes to end: those with a GPU take some."""
-_BEAT, _BYE, _READY = b".", b"!", b"+"
-_ATTACHES, _KEEPS = "attach", "keep"
+_LOOK_EVERY_S = 0.2
+_BEAT, _BYE, _READY, _LEAVES = b".", b"!", b"+", b"-"
+_ATTACHES, _KEEPS, _WAITS, _HURRIES = "attach", "keep", "wait", "leave"
 
 
 @dataclass
@@ -101,6 +106,8 @@ class _Worker:
         self._controllers: dict[str, _Controller] = {}
         self._lock = threading.Lock()
         self._ending = threading.Lock()
+        self._leaves_at: float | None = None
+        """When the controllers have to be gone; None: nobody has asked the worker to leave."""
 
     def accept(self) -> None:
         while True:
@@ -115,6 +122,10 @@ class _Worker:
                 if not (line := stream.readline().decode()):
                     return  # somebody has looked whether a worker listens here
                 wish, identity = line.split(" ", 1)
+                if wish in (_WAITS, _HURRIES):
+                    if wish == _HURRIES:
+                        self._leaves_at = time.monotonic() + float(identity)
+                    return self._wait_for_release(connection)
                 controller = _Controller(**json.loads(identity))
                 if wish == _KEEPS:
                     self._listen(connection, controller)
@@ -135,6 +146,8 @@ class _Worker:
                 if word == _BYE:
                     with self._lock:
                         self._controllers.pop(controller.name, None)
+                elif self._leaves_at is not None:
+                    word = _LEAVES + f"{max(0.0, self._leaves_at - time.monotonic()):.1f}\n".encode()
                 connection.sendall(word)
         finally:
             controller.closed = time.monotonic()
@@ -150,6 +163,11 @@ class _Worker:
                 return False
             time.sleep(0.05)
         return bool(before)
+
+    def _wait_for_release(self, connection: socket.socket) -> None:
+        while self._controllers:
+            time.sleep(_LOOK_EVERY_S)
+        connection.sendall(_READY)
 
     def watch(self) -> None:
         while True:
@@ -198,6 +216,16 @@ def monarch_at(connection: socket.socket) -> str:
         return line.decode().strip()
 
 
+def _line(connection: socket.socket) -> str:
+    """What follows on a connection up to the end of the line."""
+    line = b""
+    while not line.endswith(b"\n"):
+        if not (byte := connection.recv(1)):
+            raise ConnectionError("the worker has closed the connection")
+        line += byte
+    return line.decode()
+
+
 def ask_to_attach(host: str, port: int) -> str:
     """Where the Monarch of the worker at `host` and `port` listens, where nothing is left of a controller that is dead;
     "" where the worker has just ended that and begins anew. Blocks for some `QUIET_S`. Raises OSError where no worker
@@ -212,11 +240,36 @@ def ask_to_attach(host: str, port: int) -> str:
             return ""
 
 
-class Lease(threading.Thread):
-    """The controller's side, for the worker at `host` and `port` whose Monarch listens at `monarch`."""
+def until_released(host: str, port: int) -> bool:
+    """Blocks until every controller of the worker at `host` and `port` has said goodbye, and returns True; False where
+    the worker ends or begins anew instead."""
+    return _waits(host, port, f"{_WAITS} \n")
 
-    def __init__(self, host: str, port: int, monarch: str):
+
+def ask_to_leave(host: str, port: int, within_s: float) -> bool:
+    """Has the worker at `host` and `port` tell its controllers that the host leaves in `within_s` seconds, in place of
+    what it was asked before. Then as `until_released`."""
+    return _waits(host, port, f"{_HURRIES} {within_s}\n")
+
+
+def _waits(host: str, port: int, wish: str) -> bool:
+    try:
+        with socket.create_connection((host, port), timeout=_ANSWER_S) as connection:
+            monarch_at(connection)
+            connection.sendall(wish.encode())
+            connection.settimeout(None)  # the worker is a child of this process, or on this host: its end is seen
+            return connection.recv(1) == _READY
+    except OSError:
+        return False
+
+
+class Lease(threading.Thread):
+    """The controller's side, for the worker at `host` and `port` whose Monarch listens at `monarch`. `on_leave` is
+    called on a thread of its own, with the seconds that are left, each time the worker says that its host leaves."""
+
+    def __init__(self, host: str, port: int, monarch: str, on_leave: Callable[[float], None] | None = None):
         super().__init__(daemon=True, name=f"lease-{host}:{port}")
+        self._on_leave = on_leave
         self._to, self._over, self._answered = (host, port), threading.Event(), threading.Condition()
         self._monarch = monarch
         self._num_answers, self._replaced = 0, False
@@ -239,8 +292,12 @@ class Lease(threading.Thread):
         while True:
             over = self._over.is_set()
             connection.sendall(_BYE if over else _BEAT)
-            if not connection.recv(1):
+            if not (word := connection.recv(1)):
                 raise ConnectionError("the worker has closed the connection")
+            if word == _LEAVES:
+                within_s = float(_line(connection))
+                if self._on_leave is not None:
+                    self._on_leave(within_s)
             with self._answered:
                 self._num_answers += 1
                 self._answered.notify_all()
