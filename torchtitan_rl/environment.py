@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +25,7 @@ __all__ = [
     "let_garbage_wait",
     "without_torchrun",
     "end_with_parent",
+    "ignore_interrupts",
     "signal_of_parents_end",
 ]
 
@@ -125,6 +127,12 @@ def without_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
 def end_with_parent(number: int) -> None:
     """Makes the kernel send this process the signal `number` when its parent dies, whatever the parent dies of."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+
+
+def ignore_interrupts() -> None:
+    """Makes this process ignore Ctrl-C, from any of its threads: `signal.signal` works on the main one only, and actors
+    run on others."""
+    ctypes.pythonapi.PyOS_setsig(ctypes.c_int(signal.SIGINT), ctypes.c_void_p(int(signal.SIG_IGN)))
 
 
 def signal_of_parents_end() -> int:

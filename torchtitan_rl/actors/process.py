@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
 import gc
 import logging
 import os
-import signal
 import sys
 from contextlib import contextmanager
 
 from torchtitan_rl import platform
-from torchtitan_rl.environment import TIMELINE, let_garbage_wait
+from torchtitan_rl.environment import TIMELINE, ignore_interrupts, let_garbage_wait
 from torchtitan_rl.record.logs import setup_rank_logging
 
 __all__ = ["prepare_process", "setup_logs", "heavy_imports"]
@@ -20,8 +18,7 @@ __all__ = ["prepare_process", "setup_logs", "heavy_imports"]
 
 def prepare_process(role: str, rank: int, world_size: int, num_threads: int, log_dir: str | None) -> None:
     """Sets up logs and threads, and ignores Ctrl-C: the controller ends a run."""
-    # signal.signal works on the main thread only, and actors run on other threads.
-    ctypes.pythonapi.PyOS_setsig(ctypes.c_int(signal.SIGINT), ctypes.c_void_p(int(signal.SIG_IGN)))
+    ignore_interrupts()
     setup_logs(role, rank, world_size, log_dir)
     platform.set_threads(num_threads)
     atexit.register(_leave)

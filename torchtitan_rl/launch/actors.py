@@ -33,11 +33,14 @@ from torchtitan_rl.launch.joined_hosts import JoinedHosts
 from torchtitan_rl.launch.liveness import JOIN_S
 from torchtitan_rl.launch.liveness.lease import ANSWERS_S
 from torchtitan_rl.launch.rendezvous import Rendezvous
+from torchtitan_rl.launch.sandboxes import start_sandbox_hosts
 from torchtitan_rl.launch.spares import Spares
 from torchtitan_rl.launch.stack import start_generators, start_stack
 from torchtitan_rl.record.schedule import Schedules
+from torchtitan_rl.tasks.sandbox import registry
 
 if TYPE_CHECKING:
+    from torchtitan_rl.dispatch.sandbox_hosts import RunHosts
     from torchtitan_rl.weights.store import WeightStore
 
 __all__ = ["ActorLauncher"]
@@ -80,6 +83,8 @@ class ActorLauncher:
     """The hosts that leave or have left."""
     _num_restarts: int = 0
     _spares: Spares | None = None
+    _sandbox_hosts: RunHosts | None = None
+    """Where sandboxes are opened; None: in the controller's process."""
 
     def __post_init__(self) -> None:
         self._devices = Devices(self.hosts.hosts)
@@ -107,13 +112,23 @@ class ActorLauncher:
         return True
 
     async def start(self, config: RunConfig, model_dir: Path, *, eos: int) -> Stack:
+        await self._start_sandbox_hosts(config)
         stack = await start_stack(config, self, model_dir)
         if stack.replicas is not None and self.hosts.own:
             stack.joined_hosts = JoinedHosts(self, stack.replicas, config)
         return stack
 
     async def start_generators(self, config: RunConfig, model_dir: Path) -> Stack:
+        await self._start_sandbox_hosts(config)
         return await start_generators(config, self, model_dir)
+
+    async def _start_sandbox_hosts(self, config: RunConfig) -> None:
+        """Before the meshes: a host that cannot run the config's sandboxes is refused within seconds."""
+        self._sandbox_hosts = await start_sandbox_hosts(
+            config, self.hosts, self._spawn, timeout_s=self.start_timeout_s, log_dir=self.log_dir
+        )
+        if self._sandbox_hosts is not None:
+            registry.register(self._sandbox_hosts)
 
     async def start_trainer(
         self, config: TrainerConfig, model: ModelConfig, *, role: str, seed: int, share_with: str | None = None
@@ -350,6 +365,9 @@ class ActorLauncher:
     async def stop(self, timeout_s: float = 5.0) -> None:
         """Stops every mesh, then kills the processes that are left after `timeout_s` or cannot be stopped."""
         self._stopping = True
+        if self._sandbox_hosts is not None:  # while its actors are there; it takes seconds at most
+            registry.unregister(self._sandbox_hosts)
+            await self._sandbox_hosts.close()
 
         async def stop_all() -> None:
             stops = [self.store.stop()] if self.store is not None else []

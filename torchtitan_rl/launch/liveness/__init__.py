@@ -40,6 +40,13 @@ engine of a replica -> controller: the answer to a probe (`dispatch.repair.Repai
     Every `generator.probe_every_s`. Without an answer for `generator.hang_timeout_s` the replica is lost: its processes
     are ended, its requests go to siblings, and a replacement begins on its devices (`ActorLauncher.restart_generator`),
     at most `generator.max_replica_restarts` times within `generator.restart_window_s`.
+actor of a host's sandboxes -> controller: what their connections send (`dispatch.remote_sandbox.RemoteHost`)
+    Every 1 s (`actors.sandbox_host.COLLECT_S`), or sooner where they send something, as the answer to a call. Without
+    an answer for 15 s (`dispatch.remote_sandbox.SILENT_S`), or when its process has died, the host is lost for
+    sandboxes: those that are open there end with an error, new ones open on other hosts, and the run goes on.
+controller -> actor of a host's sandboxes: that call
+    Without one for 60 s (`actors.sandbox_host.SILENT_S`) the actor closes its sandboxes. The worker has killed it by
+    then, unless a job started the worker.
 rank -> controller: the answer to a call (`dispatch.role_mesh.RoleMesh`)
     While a call waits, the controller looks whether the rank's process is there. On other hosts Monarch does, and takes
     a process for dead after 8 s of silence (`adapters.configure_monarch`). A replica that has died is replaced as

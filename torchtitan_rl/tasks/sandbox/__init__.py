@@ -8,4 +8,6 @@ container.py    kinds `docker` and `podman`: a container of an image, no network
 inside.py       process 1 within bubblewrap and containers
 outside.py      the controller's side of process 1
 seccomp.py      the system calls that commands do not have there
+registry.py     the hosts of a run with several, on which `SandboxConfig.open` opens; room.py chooses one of them
+streams.py      connections to the gateway from sandboxes on another host, as messages
 """

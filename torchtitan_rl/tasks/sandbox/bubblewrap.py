@@ -29,7 +29,7 @@ from typing import Any
 
 from torchtitan_rl.tasks.sandbox import inside, seccomp
 from torchtitan_rl.tasks.sandbox.outside import ANSWER_S, Process1, readable_paths
-from torchtitan_rl.tasks.sandbox.sandbox import Finished, Limits, SandboxError
+from torchtitan_rl.tasks.sandbox.sandbox import Connect, Finished, Limits, SandboxError
 
 __all__ = ["Bubblewrap", "problem", "visible"]
 
@@ -77,9 +77,11 @@ class Bubblewrap:
         self.limits, self._process, self._process_1 = limits, process, process_1
 
     @classmethod
-    async def start(cls, limits: Limits, *, read_only: Sequence[str] = (), gateway: str = "") -> Bubblewrap:
-        """A sandbox in which nothing runs yet. Raises SandboxError where bwrap does not start, ValueError for a path of
-        `read_only` that does not exist."""
+    async def start(
+        cls, limits: Limits, *, read_only: Sequence[str] = (), gateway: str = "", connect: Connect | None = None
+    ) -> Bubblewrap:
+        """A sandbox in which nothing runs yet. `connect` reaches the gateway; None: at its address. Raises SandboxError
+        where bwrap does not start, ValueError for a path of `read_only` that does not exist."""
         paths = visible(read_only)
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
@@ -107,7 +109,9 @@ class Bubblewrap:
                 raise SandboxError(f"sandbox: bwrap cannot be started ({error}); {problem()}") from error
         try:
             async with asyncio.timeout(_START_S):
-                process_1 = await Process1.meet(ours, limits, env=_ENVIRONMENT, gateway=gateway, user=_user())
+                process_1 = await Process1.meet(
+                    ours, limits, env=_ENVIRONMENT, gateway=gateway, connect=connect, user=_user()
+                )
         except BaseException as error:
             ours.close()
             with contextlib.suppress(ProcessLookupError):

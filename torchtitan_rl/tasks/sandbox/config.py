@@ -8,12 +8,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from torchtitan_rl.tasks.sandbox import bubblewrap, container
+from torchtitan_rl.tasks.sandbox import bubblewrap, container, registry
 from torchtitan_rl.tasks.sandbox.bubblewrap import Bubblewrap
 from torchtitan_rl.tasks.sandbox.container import Container, ContainerOptions
 from torchtitan_rl.tasks.sandbox.outside import readable_paths
 from torchtitan_rl.tasks.sandbox.plain import Plain, no_isolation
-from torchtitan_rl.tasks.sandbox.sandbox import Limits, Sandbox
+from torchtitan_rl.tasks.sandbox.sandbox import Connect, Limits, Sandbox
 
 __all__ = ["SandboxConfig", "check_each"]
 
@@ -68,7 +68,7 @@ class SandboxConfig:
         """Why this machine cannot run such a sandbox, with what to do; empty where it can. Takes 0.1 s once, and for
         each image a second."""
         if self.is_container:
-            return container.problem(self._options(), self._limits())
+            return container.problem(self._options(), self.limits)
         return bubblewrap.problem() if self.kind == "bubblewrap" else ""
 
     def check(self, setting: str) -> None:
@@ -79,26 +79,8 @@ class SandboxConfig:
         if reason := self.problem():
             raise RuntimeError(f"{setting}.kind={self.kind!r}: {reason}")
 
-    @asynccontextmanager
-    async def open(self, files: Mapping[str, bytes] | None = None, *, gateway: str = "") -> AsyncIterator[Sandbox]:
-        """A sandbox with `files` by name, closed after the block. `gateway` is a URL of this machine that commands may
-        reach: at its address and port, and but for `none` nothing else. Raises SandboxError where it does not start."""
-        limits = self._limits()
-        sandbox: Sandbox
-        if self.is_container:
-            sandbox = await Container.start(self._options(), limits, gateway=gateway)
-        elif self.kind == "bubblewrap":
-            sandbox = await Bubblewrap.start(limits, read_only=self.read_only, gateway=gateway)
-        else:
-            sandbox = Plain(limits, isolated=not no_isolation())
-        try:
-            if files:
-                await sandbox.write(files)
-            yield sandbox
-        finally:
-            await sandbox.close()
-
-    def _limits(self) -> Limits:
+    @property
+    def limits(self) -> Limits:
         return Limits(
             memory_bytes=int(self.memory_gib * 2**30),
             disk_bytes=int(self.max_disk_mib * 2**20),
@@ -106,6 +88,34 @@ class SandboxConfig:
             processes=self.max_processes,
             cpu_s=self.cpu_s,
         )
+
+    @asynccontextmanager
+    async def open(self, files: Mapping[str, bytes] | None = None, *, gateway: str = "") -> AsyncIterator[Sandbox]:
+        """A sandbox with `files` by name, closed after the block, on the host of the run with the most room. `gateway`
+        is a URL of this machine that commands may reach: at its address and port, and but for `none` nothing else.
+        Raises SandboxError where it does not start."""
+        hosts = registry.hosts_of_run()
+        opened = self.open_here(gateway=gateway) if hosts is None else hosts.opened(self, gateway=gateway)
+        async with opened as sandbox:
+            if files:
+                await sandbox.write(files)
+            yield sandbox
+
+    @asynccontextmanager
+    async def open_here(self, *, gateway: str = "", connect: Connect | None = None) -> AsyncIterator[Sandbox]:
+        """An empty sandbox below this process, closed after the block. `connect` reaches the gateway; None: at its
+        address."""
+        sandbox: Sandbox
+        if self.is_container:
+            sandbox = await Container.start(self._options(), self.limits, gateway=gateway, connect=connect)
+        elif self.kind == "bubblewrap":
+            sandbox = await Bubblewrap.start(self.limits, read_only=self.read_only, gateway=gateway, connect=connect)
+        else:
+            sandbox = Plain(self.limits, isolated=not no_isolation())
+        try:
+            yield sandbox
+        finally:
+            await sandbox.close()
 
     def _options(self) -> ContainerOptions:
         return ContainerOptions(

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from torchtitan_rl.tasks.sandbox import inside, seccomp
 from torchtitan_rl.tasks.sandbox.outside import ANSWER_S, Process1, readable_paths
-from torchtitan_rl.tasks.sandbox.sandbox import Finished, Limits, SandboxError
+from torchtitan_rl.tasks.sandbox.sandbox import Connect, Finished, Limits, SandboxError
 
 __all__ = ["Container", "ContainerOptions", "command_line", "missing_image", "problem"]
 
@@ -163,9 +163,11 @@ class Container:
         self._launch = launch
 
     @classmethod
-    async def start(cls, options: ContainerOptions, limits: Limits, *, gateway: str = "") -> Container:
-        """A sandbox in which nothing runs yet. Raises SandboxError where the engine does not start it, ValueError for a
-        path of `read_only` that does not exist."""
+    async def start(
+        cls, options: ContainerOptions, limits: Limits, *, gateway: str = "", connect: Connect | None = None
+    ) -> Container:
+        """A sandbox in which nothing runs yet. `connect` reaches the gateway; None: at its address. Raises SandboxError
+        where the engine does not start it, ValueError for a path of `read_only` that does not exist."""
         name, failed = _name(), ExitStack()
         with _meeting_place() as (shared, listening):
             line = command_line(options, limits, name=name, shared=shared)
@@ -181,6 +183,7 @@ class Container:
                         limits,
                         env=_ENVIRONMENT,
                         gateway=gateway,
+                        connect=connect,
                         filter_program=seccomp.program(),
                         container=True,
                         writable_root=options.writable_root,

@@ -12,12 +12,13 @@ import asyncio
 import logging
 import socket
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from torchtitan_rl.tasks.sandbox import inside
-from torchtitan_rl.tasks.sandbox.sandbox import Finished, Limits, SandboxError, check_name
+from torchtitan_rl.tasks.sandbox.sandbox import Connect, Finished, Limits, SandboxError, check_name
 
 __all__ = ["ANSWER_S", "Process1", "readable_paths"]
 
@@ -57,6 +58,7 @@ class Process1:
         *,
         env: Mapping[str, str],
         gateway: str = "",
+        connect: Connect | None = None,
         user: int = 0,
         filter_program: bytes = b"",
         container: bool = False,
@@ -64,12 +66,14 @@ class Process1:
     ) -> Process1:
         """Sends process 1 its settings, over a socket that it has the other end of, and waits until it is ready.
 
-        `env` is the environment of commands where nothing else sets a variable. `user`: whom process 1 becomes; 0:
+        `env` is the environment of commands where nothing else sets a variable. `connect` reaches the gateway; None: at
+        its address. `user`: whom process 1 becomes; 0:
         nobody else. `filter_program`: the system calls that it gives up, as `seccomp.program` has them.
         `container`: an engine started it, and limits its processes. `writable_root`: so it looks at what commands write
         there. Raises EOFError or OSError where it ends before it is ready.
         """
         address = urlsplit(gateway)
+        connect = connect or partial(asyncio.open_connection, address.hostname, address.port)
         settings = {
             "user": user,
             "port": address.port or 0,
@@ -83,7 +87,7 @@ class Process1:
             "cpu_s": limits.cpu_s,
         }
         channel, listening = await _Channel.open(stream, settings)
-        door = None if listening is None else await _Door.open(listening, address.hostname, address.port)
+        door = None if listening is None else await _Door.open(listening, connect)
         return cls(channel, door, env)
 
     async def write(self, files: Mapping[str, bytes]) -> None:
@@ -169,16 +173,16 @@ class _Channel:
 
 
 class _Door:
-    """Connections from within a sandbox, passed on to one address of this machine byte by byte."""
+    """Connections from within a sandbox, passed on to the gateway byte by byte."""
 
-    def __init__(self, host: str | None, port: int | None) -> None:
-        self._host, self._port = host, port
+    def __init__(self, connect: Connect) -> None:
+        self._connect = connect
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task] = set()
 
     @classmethod
-    async def open(cls, listening: socket.socket, host: str | None, port: int | None) -> _Door:
-        door = cls(host, port)
+    async def open(cls, listening: socket.socket, connect: Connect) -> _Door:
+        door = cls(connect)
         door._server = await asyncio.start_server(door._met, sock=listening)
         return door
 
@@ -198,7 +202,7 @@ class _Door:
         self._connections.add(connection)
         onward: asyncio.StreamWriter | None = None
         try:
-            back, onward = await asyncio.open_connection(self._host, self._port)
+            back, onward = await self._connect()
             async with asyncio.TaskGroup() as both:
                 both.create_task(_passed_on(reader, onward))
                 both.create_task(_passed_on(back, writer))

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import posixpath
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["Finished", "Limits", "Sandbox", "SandboxError", "check_name"]
+__all__ = ["Connect", "Finished", "Limits", "Sandbox", "SandboxError", "check_name"]
+
+
+Connect = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
+"""Opens a connection to the gateway. Raises OSError where there is none."""
 
 
 class SandboxError(RuntimeError):
@@ -45,8 +50,10 @@ class Finished:
 
 
 class Sandbox(Protocol):
-    """A private directory and the commands that run in it, one at a time. Implemented by `plain.Plain`,
-    `bubblewrap.Bubblewrap` and `container.Container`; `SandboxConfig.open` starts one."""
+    """A private directory and the commands that run in it, one at a time. `SandboxConfig.open` starts one.
+
+    Implemented by `plain.Plain`, `bubblewrap.Bubblewrap`, `container.Container` and, for one on another host,
+    `dispatch.remote_sandbox.RemoteSandbox`."""
 
     directory: str
     """The private directory, as commands see it."""
