@@ -229,7 +229,7 @@ def test_a_container_that_meets_no_controller_ends(image):
     config = small(image)
     with container._meeting_place() as (shared, listening):
         listening.close()
-        line = container.command_line(config._options(), config._limits(), name=container._name(), shared=shared)
+        line = container.command_line(config._options(), config.limits, name=container._name(), shared=shared)
         assert subprocess.run(line, capture_output=True, timeout=60).returncode == 0
         assert not remaining(image[0])
 

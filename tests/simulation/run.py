@@ -31,6 +31,7 @@ _LIMIT_S = 6000.0  # virtual seconds of one attempt; an attempt with five hangs 
 _MAX_ATTEMPTS = 8  # more than faults that end an attempt, and one
 _TURNS_OF_A_PUSH = 16  # of the event loop, until every replica has begun to pull
 _MOST_REPLICAS = 5  # that somebody asks for
+_HURRIED = 0.25
 _SETTLED_S = 100.0  # after which every request of a finished run has been answered
 _MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # a run writes small files: two fifths of its time
 
@@ -142,7 +143,8 @@ async def _run(world: World, config: RunConfig, resume: str, begun: list[Control
 
 
 async def _scale(world: World, controller: Controller, over: asyncio.Event) -> None:
-    """Asks for another number of replicas now and then, until the run is over; in two seeds of three."""
+    """Asks for another number of replicas now and then, until the run is over; in two seeds of three. Every fourth time
+    one has to leave within seconds instead, as with a host that a scheduler takes back."""
     drawn = world.scaling
     while world.seed % 3 and controller.replicas is not None:
         with suppress(TimeoutError):
@@ -150,6 +152,13 @@ async def _scale(world: World, controller: Controller, over: asyncio.Event) -> N
         if over.is_set():
             return
         number = drawn.randint(1, _MOST_REPLICAS)
+        serving, hurried = controller.replicas.serving(), drawn.random() < _HURRIED
+        if hurried and len(serving) > 1:
+            hurry = asyncio.Event()
+            world.loop.call_later(drawn.uniform(0, 5), hurry.set)
+            await controller.replicas.end(serving[-1], hurry)
+            world.note(f"{serving[-1]} had to leave")
+            continue
         try:
             await controller.replicas.scale(number)
             world.note(f"{number} replicas")

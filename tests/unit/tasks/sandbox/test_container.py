@@ -16,7 +16,7 @@ MIB = 2**20
 
 def line(kind, **fields):
     config = SandboxConfig(kind=kind, image="swe/django:1", memory_gib=0.5, max_disk_mib=16, max_processes=32, **fields)
-    return container.command_line(config._options(), config._limits(), name="n", shared="/s")
+    return container.command_line(config._options(), config.limits, name="n", shared="/s")
 
 
 def test_docker_is_asked_for_a_container_without_network_rights_or_more_than_its_limits():
