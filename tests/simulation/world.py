@@ -102,7 +102,7 @@ class World:
         self.scaling = random.Random(f"scaling/{seed}")
         """What is drawn about replicas that join and leave: apart, so that nothing else of a seed changes."""
         self.history: list[str] = []
-        self.num_requests, self.killed = 0, False
+        self.num_requests, self.killed, self._is_over = 0, False, False
         drawn = random.Random(f"skipped/{seed}")
         kinds = [fault.kind for fault in faults]
         self.refuses = "engine refuses requests" in kinds
@@ -121,11 +121,12 @@ class World:
         self.replicas: dict[str, FakeReplica] = {}
         self.client: SamplingClient | None = None
         self._running: dict[int, Asked] = {}
-        self.killed = False
+        self.killed = self._is_over = False
         self.note(f"attempt {len(self.logs)}")
 
     def end_attempt(self) -> None:
-        """Cancels what is left of the attempt; none of that is noted."""
+        """Cancels what is left of the attempt; none of that is noted, and nothing goes wrong any more."""
+        self._is_over = True
         self.now, self.log, self.faults, left = self.loop.time(), Log(), [], self.faults
         self.loop.run_to_the_end()
         self.faults = left
@@ -189,7 +190,7 @@ class World:
     # Faults.
 
     def _strike(self, fault: Fault) -> None:
-        if self.killed:
+        if self.killed or self._is_over:
             return
         replicas = list(self.replicas.values())
         kind, replica = fault.kind, replicas[fault.replica % len(replicas)]
