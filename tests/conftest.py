@@ -26,7 +26,10 @@ SHARERS = {
 One process runs them all, so that it is started once. A file that is missing here starts one of its own."""
 
 
-LONG = ("test_bench", "test_resume", "test_doors", "test_states", "test_hosts", "test_adapters_side_by_side")
+LONG = (
+    *("test_joined_hosts", "test_bench", "test_resume", "test_doors", "test_states", "test_hosts", "test_sockets"),
+    *("test_adapters_side_by_side", "test_sandboxes_on_hosts"),
+)
 """The files that take longest, a minute and more on two cores: they begin first, so that no process waits for one of
 them at the end."""
 
