@@ -263,7 +263,7 @@ def test_a_second_job_joins_is_preempted_joins_again_and_leaves_before_its_time_
     cluster.run("scancel", "--batch", "--signal=USR1", hosts)  # as Slurm does before the time limit
     until(in_state(cluster, hosts, "COMPLETED", "FAILED"), theirs, within_s=120)
     assert cluster.job(hosts)["JobState"] == "COMPLETED", theirs.read_text()
-    assert replicas() == 1
+    until(lambda: replicas() == 1, output, within_s=120)
     goes_on()
     cluster.run("scancel", job)
     until(in_state(cluster, job, "CANCELLED"), output, within_s=120)
