@@ -50,6 +50,7 @@ class RemoteSamplingClient(SamplingClient):
         self._published.pin(version, _ROLE)
         self._published.served = version
         if previous is not None:
+            await self._published.end_serving(previous)
             await self._published.release(previous, _ROLE)
 
     async def load_hf(self, directory: str, *, version: int = 0) -> None:
