@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import time
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -36,7 +37,17 @@ def image(engine: str, directory: Path, files: dict[str, str]) -> Iterator[str]:
     try:
         yield name
     finally:
-        subprocess.run([engine, "rmi", "--force", name], check=True, capture_output=True, timeout=120)
+        remove_image(engine, name)
+
+
+def remove_image(engine: str, name: str) -> None:
+    """An engine refuses while it removes a container of the image, such as one whose controller has been killed."""
+    for _ in range(10):
+        done = subprocess.run([engine, "rmi", "--force", name], capture_output=True, text=True, timeout=120)
+        if done.returncode == 0:
+            return
+        time.sleep(1)
+    raise RuntimeError(f"{engine} rmi --force {name} ended with {done.returncode}: {done.stderr}")
 
 
 def write_archive(archive: Path, files: dict[str, str]) -> None:
