@@ -38,13 +38,31 @@ ROOT = HERE.parents[2]
 SERVERS = "TORCHTITAN_RL_TEST_FORKS"
 ACTORS_ALONE = {"TORCHTITAN_RL_TEST_FORKS_OF": "actors"}
 """The environment of a command that starts by itself, while its actors are forks: its children are its own."""
+_CONTROLLER = ("torchtitan_rl.cli.main", "torchtitan_rl.train.controller")
 _TRAINER = ("torchtitan_rl.actors.trainer_rank", "torchtitan.models.qwen3")
 _GENERATOR = ("vllm", "torchtitan_rl.actors.generator_rank", "torchtitan.models.qwen3", "vllm.v1.worker.cpu_worker")
+_LATER_IN_A_CONTROLLER = (
+    *("torch.distributed.checkpoint", "transformers", "pandas", "duckdb", "pyarrow"),
+    *("matplotlib.figure", "matplotlib.backends.backend_agg", "torchtitan_rl.record.plot"),
+)
+_LATER_IN_A_TRAINER = (
+    "torchtitan.trainer",
+    "torch.distributed.checkpoint",
+    "torch.distributed.checkpoint._fsspec_filesystem",
+)
+_LATER_IN_A_GENERATOR = (
+    *("vllm.renderers.hf", "vllm.v1.attention.backends.cpu_attn", "vllm.v1.core.sched.scheduler"),
+    *("vllm.model_executor.layers.quantization.online.base", "vllm.distributed.elastic_ep.elastic_execute"),
+)
+"""What functions import when they are called, in every run."""
 IMPORTS = {
-    "trainer": _TRAINER,
-    "generator": _GENERATOR,
-    "local": ("torchtitan_rl.cli.main", "torchtitan_rl.train.controller", *_TRAINER, *_GENERATOR),
-    "command": ("torchtitan_rl.cli.main", "torchtitan_rl.train.controller"),
+    "trainer": (*_TRAINER, *_LATER_IN_A_TRAINER),
+    "generator": (*_GENERATOR, *_LATER_IN_A_GENERATOR),
+    "local": (
+        *(*_CONTROLLER, *_TRAINER, *_GENERATOR),
+        *(*_LATER_IN_A_CONTROLLER, *_LATER_IN_A_TRAINER, *_LATER_IN_A_GENERATOR),
+    ),
+    "command": (*_CONTROLLER, *_LATER_IN_A_CONTROLLER),
 }
 """What processes of a kind have imported. Monarch is not among it: it starts threads, which no fork has."""
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
