@@ -1,15 +1,16 @@
 """What a command left behind. Other tests, or another run of the tests, may use the machine meanwhile."""
 
-import ctypes
 import os
 import time
+import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 
-_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+_BODY = "TORCHTITAN_RL_TEST_BODY"
+"""The environment variable that names the body of `nothing_left` which a process has begun in."""
 _OF_THE_MACHINE = {"libpod_lock"}  # podman's: begun by its first command, of the tests of containers, and never ended
 
 
@@ -26,36 +27,30 @@ def abandoned(before: set[str]) -> set[str]:
     return left
 
 
-@contextmanager
-def adopts_orphans() -> Iterator[None]:
-    """While this lasts, descendants whose parent ends become this process's children, where init's they would be."""
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    try:
-        yield
-    finally:
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
-
-
-def orphans(before: set[psutil.Process]) -> list[str]:
-    """Monarch processes that this one has adopted since `before`, its earlier children."""
+def orphans(body: str) -> list[str]:
+    """Monarch processes without a parent that have begun in a body, and their command lines."""
     commands = []
-    for process in set(psutil.Process().children()) - before:
-        try:
-            command = " ".join(process.cmdline())  # empty for one that has ended, whom nobody has waited for
-        except psutil.Error:
-            continue
-        if "monarch" in command:
-            commands.append(f"process {process.pid}: {command[:200]}")
+    for process in psutil.process_iter(["cmdline", "ppid"]):
+        command = " ".join(process.info["cmdline"] or [])
+        if process.info["ppid"] == 1 and "monarch" in command:
+            with suppress(psutil.Error):  # it has ended by now
+                if process.environ().get(_BODY) == body:
+                    commands.append(f"process {process.pid}: {command[:200]}")
     return commands
 
 
 @contextmanager
 def nothing_left(within_s: float = 5) -> Iterator[None]:
     """Fails unless, `within_s` seconds after the body, its segments and its processes are gone."""
-    segments, children = set(os.listdir("/dev/shm")), set(psutil.Process().children())
-    with adopts_orphans():
+    segments, outer, body = set(os.listdir("/dev/shm")), os.environ.get(_BODY), uuid.uuid4().hex
+    os.environ[_BODY] = body
+    try:
         yield
-        deadline = time.monotonic() + within_s
-        while (left := [*sorted(abandoned(segments)), *orphans(children)]) and time.monotonic() < deadline:
-            time.sleep(0.2)
+    finally:
+        del os.environ[_BODY]
+        if outer is not None:
+            os.environ[_BODY] = outer
+    deadline = time.monotonic() + within_s
+    while (left := [*sorted(abandoned(segments)), *orphans(body)]) and time.monotonic() < deadline:
+        time.sleep(0.2)
     assert left == [], f"{left} is left {within_s} s after the end"
