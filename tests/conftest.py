@@ -13,7 +13,7 @@ import pytest
 from hypothesis import settings
 
 import torchtitan_rl  # noqa: F401
-from tests.kit.forks.server import SERVERS, await_imports, forks, in_use, variables_of
+from tests.kit.forks.server import SERVERS, await_imports, forks, in_use, take_back, variables_of
 
 settings.register_profile("any machine", deadline=None)  # 200 ms by default, which a busy machine takes now and then
 settings.load_profile("any machine")
@@ -73,6 +73,11 @@ def pytest_configure(config):
 
 def pytest_unconfigure(config):
     config.stash[CLOSED_AT_THE_END].close()
+
+
+def pytest_runtest_setup(item):
+    if (directory := os.environ.get(SERVERS, "off")) != "off":
+        take_back(directory)
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ import torch
 from tests.integration.tinker_fuzz import fuzz
 from tests.integration.tinker_server import tinker_server
 
-pytestmark = pytest.mark.whole
+pytestmark = [pytest.mark.whole, pytest.mark.usefixtures("forked")]
 
 tinker = pytest.importorskip("tinker")
 types = tinker.types

@@ -125,20 +125,25 @@ def await_imports(address: str) -> None:
 
 @contextmanager
 def in_use(variables: dict[str, str]) -> Iterator[None]:
-    """Lets processes that start meanwhile be forks: `variables` are those of `forks`. Takes back what an engine in this
-    process has left of variables that are read at import, with which they would start by themselves."""
+    """Lets processes that start meanwhile be forks: `variables` are those of `forks`."""
     before = dict(os.environ)
     if directory := variables.get(SERVERS):
-        read_at_import = json.loads(Path(directory, "environment.json").read_text())
-        for name in [name for name in before if name.startswith(READ_AT_IMPORT)]:
-            del os.environ[name]
-        os.environ.update(read_at_import["values"])
+        take_back(directory)
     os.environ.update(variables)
     try:
         yield
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+def take_back(directory: str) -> None:
+    """Takes back what an engine in this process has left of variables that are read at import: with these, processes
+    would start by themselves."""
+    read_at_import = json.loads(Path(directory, "environment.json").read_text())
+    for name in [name for name in os.environ if name.startswith(READ_AT_IMPORT)]:
+        del os.environ[name]
+    os.environ.update(read_at_import["values"])
 
 
 @contextmanager
