@@ -214,17 +214,13 @@ def kill_one(output_dir: Path, steps: int, lag: int, kills: int, who: list[str],
 
 def find(who: str, output_dir: Path, process: psutil.Process) -> int:
     """Process id of the controller, of the policy's first rank or of the store, in the newest attempt."""
-    return find_all(who, output_dir, process)[0]
-
-
-def find_all(who: str, output_dir: Path, process: psutil.Process) -> list[int]:
-    """Process ids as `find` has; TorchStore has two processes."""
     controller = psutil.Process(attempts(output_dir)[-1]["pid"])
     if who == "controller":
-        return [controller.pid]
+        return controller.pid
     children = {child.pid: name(child, output_dir) for child in controller.children(recursive=True)}
     logs = {"trainer": "policy-0", "store": "store or start-up"}
-    return [pid for pid, role in children.items() if role == logs[who]]
+    (found,) = [pid for pid, role in children.items() if role == logs[who]]
+    return found
 
 
 def main() -> int:

@@ -272,6 +272,7 @@ def test_a_check_that_does_not_exist_is_refused_with_the_nearest(capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_checks_with_a_small_form_run_on_a_cpu(tmp_path):
     names = ("environment", "attention-kernels", "trainer-steps", "engine-ladder", "copies", "logprob-chunk")
     checks = [check for check in CHECKS if check.name in names]

@@ -287,7 +287,7 @@ class ActorLauncher:
             logger.warning("%s: did not stop in order (%s: %s)", role, type(error).__name__, error)
 
     async def start_store(self) -> None:
-        """Starts TorchStore: its volume on the first host and its controller, each in a process of its own."""
+        """Starts TorchStore: its volume in a process on the first host, its controller in this process."""
         procs = await self._spawn("store", 1, Place(hosts=[0], devices=[""]))
         # Importing TorchStore takes most of a second. On a thread, or the other meshes would wait with their starts.
         store_class = await asyncio.to_thread(_weight_store)

@@ -102,7 +102,9 @@ def _join() -> tuple[dist.Store, int, int]:
         )
     if "RANK" not in os.environ:
         raise ValueError("RANK: is not set; start this through torchrun, as scripts/train_torchrun.sh does")
-    return next(dist.rendezvous("env://", timeout=timedelta(seconds=JOIN_S)))
+    store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=JOIN_S)))
+    # torchrun's store outlives an attempt: what the one before has said, and how it ended, is not of this one.
+    return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store), rank, size
 
 
 def _gather(store: dist.Store, size: int) -> list[dict]:

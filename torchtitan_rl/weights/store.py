@@ -25,7 +25,7 @@ class WeightStore(VersionedStore):
         self.name = name
 
     async def start(self, procs) -> None:
-        """Starts the store's volume on `procs`, a mesh of one process; TorchStore's controller gets another process."""
+        """Starts the store's volume on `procs`, a mesh of one process; TorchStore's controller is in the caller's."""
         await torchstore.initialize(mesh=procs, store_name=self.name)
 
     async def stop(self) -> None:
