@@ -18,7 +18,8 @@ if ! cmp -s "$needed" "$environment/requirements.txt"; then
     [[ -n $UV_FIND_LINKS ]] || unset UV_FIND_LINKS
     [[ -n $UV_DEFAULT_INDEX ]] || unset UV_DEFAULT_INDEX
     "$uv" venv --quiet --clear --python "${UV_PYTHON:-python3}" "$environment"
-    "$uv" pip install --quiet --python "$environment/bin/python" -r "$needed"
+    # Two of these are newer than pyproject.toml's exclude-newer, which uv applies to every command that is given here.
+    "$uv" pip install --quiet --exclude-newer 2026-11-26 --python "$environment/bin/python" -r "$needed"
   else
     python3 -m venv --clear "$environment"
     "$environment/bin/python" -m pip install --quiet -r "$needed"
