@@ -219,8 +219,8 @@ def find(who: str, output_dir: Path, process: psutil.Process) -> int:
         return controller.pid
     children = {child.pid: name(child, output_dir) for child in controller.children(recursive=True)}
     logs = {"trainer": "policy-0", "store": "store or start-up"}
-    (found,) = [pid for pid, role in children.items() if role == logs[who]]
-    return found
+    (pid,) = [pid for pid, role in children.items() if role == logs[who]]
+    return pid
 
 
 def main() -> int:

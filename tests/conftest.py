@@ -76,6 +76,7 @@ def pytest_unconfigure(config):
 
 
 def pytest_runtest_setup(item):
+    """What the tests before have left in the environment does not keep a file's later processes from being forks."""
     if (directory := os.environ.get(SERVERS, "off")) != "off":
         take_back(directory)
 

@@ -41,7 +41,8 @@ def image(engine: str, directory: Path, files: dict[str, str]) -> Iterator[str]:
 
 
 def remove_image(engine: str, name: str) -> None:
-    """An engine refuses while it removes a container of the image, such as one whose controller has been killed."""
+    """Tried for 10 s: podman ended with 125 once, beside other work, at the end of tests that kill controllers. Raises
+    RuntimeError with the engine's words where it lasts."""
     for _ in range(10):
         done = subprocess.run([engine, "rmi", "--force", name], capture_output=True, text=True, timeout=120)
         if done.returncode == 0:

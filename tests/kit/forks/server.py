@@ -54,7 +54,7 @@ _LATER_IN_A_GENERATOR = (
     *("vllm.renderers.hf", "vllm.v1.attention.backends.cpu_attn", "vllm.v1.core.sched.scheduler"),
     *("vllm.model_executor.layers.quantization.online.base", "vllm.distributed.elastic_ep.elastic_execute"),
 )
-"""What functions import when they are called, in every run."""
+"""These three: what functions import when they are called, in every run."""
 IMPORTS = {
     "trainer": (*_TRAINER, *_LATER_IN_A_TRAINER),
     "generator": (*_GENERATOR, *_LATER_IN_A_GENERATOR),
