@@ -36,7 +36,7 @@ _outcomes = defaultdict(dict)
 
 
 def pytest_runtest_logreport(report):
-    if report.when == "call" or report.failed:
+    if (report.when == "call" and not report.skipped) or report.failed:
         framework = report.nodeid.rpartition("/")[2].partition(".py")[0].removeprefix("test_")
         _outcomes[framework][report.nodeid] = report.passed
 

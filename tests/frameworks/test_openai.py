@@ -7,6 +7,7 @@ import math
 import openai
 import pytest
 from problems import ENOUGH, MORE_PROBLEMS, PROBLEMS, TOOL, Verdict, calculate, is_right
+from pydantic_core import from_json
 
 ASKED = {"model": "policy", "messages": [{"role": "user", "content": "12+7"}]}
 OTHER = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}
@@ -73,9 +74,11 @@ def test_an_answer_is_a_json_object_and_one_of_a_schema(sdk):
     answers = sdk.chat.completions.create(
         **ASKED, response_format={"type": "json_object"}, max_tokens=1000, n=8, seed=1
     )
-    whole = [choice for choice in answers.choices if choice.finish_reason == "stop"]
-    assert whole and all(isinstance(json.loads(choice.message.content), dict) for choice in whole)
-    assert {choice.finish_reason for choice in answers.choices} <= {"stop", "length"}  # the policy knows no JSON
+    # The policy knows no JSON and seldom ends an object: what it has written is the beginning of one.
+    for choice in answers.choices:
+        assert choice.finish_reason in ("stop", "length")
+        partial = "off" if choice.finish_reason == "stop" else "trailing-strings"
+        assert isinstance(from_json(choice.message.content, allow_partial=partial), dict)
     parsed = sdk.chat.completions.parse(**ASKED, response_format=Verdict, seed=5).choices[0].message.parsed
     assert isinstance(parsed, Verdict)
 
