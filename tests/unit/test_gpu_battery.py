@@ -218,14 +218,18 @@ def test_what_measures_nothing_runs_at_once_and_before_the_rest(tmp_path):
 
 def test_a_battery_that_is_killed_keeps_what_has_ended(tmp_path):
     """At ten moments, by a signal that nobody can catch."""
-    checks = "[check('a', %r), check('b', %r), check('c', %r)]" % ((PASSES,) * 3)
-    program = (
-        "from pathlib import Path\nfrom scripts import gpu_battery\n"
-        "from tests.unit.test_gpu_battery import CPU, made_up as check\n"
-        f"gpu_battery.run({checks}, CPU, Path({str(tmp_path)!r}), again=True)\n"
-    )
+    program = f"""
+from pathlib import Path
+
+from scripts import gpu_battery
+from scripts.gpu_checks.catalogue import Check
+
+cpu = gpu_battery.Machine(num_gpus=0, device="cpu", modules=frozenset({sorted(WHOLE)!r}))
+same = dict(teaches="", needs="nothing", num_gpus=0, tiny=True, time_limit_s=60, command=("-c", {PASSES!r}))
+gpu_battery.run([Check(name=name, **same) for name in "abc"], cpu, Path({str(tmp_path)!r}), again=True)
+"""
     for moment in range(10):
-        battery = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        battery = subprocess.Popen([sys.executable, "-u", "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
         for _ in range(1 + moment % 6):  # lines: a check begins, a check has ended
             battery.stdout.readline()
         battery.kill()

@@ -148,6 +148,10 @@ class TrainerOperations(Protocol):
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """Whole accumulated gradients."""
 
+    @needs("model", "optimizer", "gradients")
+    def moments(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Whole first and second moments of Adam."""
+
     # Several LoRA models over one base.
 
     @needs(*TRAINER_PARTS)

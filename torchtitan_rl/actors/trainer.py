@@ -153,6 +153,10 @@ class PolicyTrainer(Actor):
     async def gradients(self) -> dict[str, torch.Tensor | None]:
         return self.rank.gradients()
 
+    @endpoint
+    async def moments(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        return self.rank.moments()
+
     # Several LoRA models over one base.
 
     @endpoint

@@ -127,9 +127,18 @@ class TrainerFiles:
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """Whole accumulated gradients, in host memory, for tests and debugging of small models."""
-        grads = {plain_name(name): p.grad for name, p in self.rank.model.named_parameters()}
-        whole = {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()}
-        return {n: None if g is None else g.cpu() for n, g in whole.items()}
+        gradients = {plain_name(name): p.grad for name, p in self.rank.model.named_parameters()}
+        return {name: None if gradient is None else _whole(gradient) for name, gradient in gradients.items()}
+
+    def moments(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Whole first and second moments of Adam, in host memory, of the parameters that have taken a step; for small
+        models."""
+        state = {parameter: of for optimizer in self.rank.optimizers for parameter, of in optimizer.state.items()}
+        return {
+            plain_name(name): (_whole(state[parameter]["exp_avg"]), _whole(state[parameter]["exp_avg_sq"]))
+            for name, parameter in self.rank.model.named_parameters()
+            if parameter in state
+        }
 
     def _trained(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What of the model's state a checkpoint holds: with LoRA the adapters, else everything."""
@@ -143,3 +152,8 @@ class TrainerFiles:
         if self._base_fingerprint is None:  # the base is frozen: hash once
             self._base_fingerprint = lora.base_fingerprint(self.rank.model.state_dict())
         return dataclasses.asdict(config) | {"base_xxh3": self._base_fingerprint}
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory; of a tensor that is cut over ranks all of it, which every rank has to ask for."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).to("cpu", copy=True)

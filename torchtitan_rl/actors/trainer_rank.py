@@ -263,6 +263,10 @@ class TrainerRank:
         with self.serving(TrainerOperations.gradients):
             return self.files.gradients()
 
+    def moments(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        with self.serving(TrainerOperations.moments):
+            return self.files.moments()
+
     # Several LoRA models over one base.
 
     def add_adapter(self, name: str, lora_rank: int, seed: int, parts: tuple[str, ...], policy_version: int) -> None:

@@ -36,7 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", dest="last", type=int, metavar="STEP", help="the last step; default: the run's")
     parser.add_argument("--verify", action="store_true", help="compare with the record and name the first difference")
     parser.add_argument(
-        "--influence", action="store_true", help="say which batches helped or harmed what the batches around them teach"
+        "--influence",
+        action="store_true",
+        help="say which batches taught what the batches around them teach, and which undid it",
     )
     parser.add_argument(
         "--window", type=int, default=3, metavar="N", help="batches on either side that it is measured by (default: 3)"
@@ -119,14 +121,9 @@ def _config(recorded: RecordedAttempt, output_dir: str) -> RunConfig:
 async def _replay(args: argparse.Namespace, config: RunConfig, recorded: RecordedAttempt) -> int:
     from torchtitan_rl.record.console.progress import Progress
     from torchtitan_rl.record.recorder import Listener, Metrics
-    from torchtitan_rl.record.run_dir import RunDir
     from torchtitan_rl.train.controller import Controller
-    from torchtitan_rl.train.influence import WeighedBatches, read_references, write_influences
+    from torchtitan_rl.train.influence import WeighedBatches, write_influences
     from torchtitan_rl.types.ends import Preempted
-
-    references = None
-    if args.influence:
-        references = read_references(RunDir(recorded.run), first=recorded.first, last=recorded.last)
 
     class StopAt(Listener):
         """Asks the run to stop after the last step of the replay."""
@@ -140,12 +137,12 @@ async def _replay(args: argparse.Namespace, config: RunConfig, recorded: Recorde
 
     async def body(controller: Controller) -> None:
         controller.recorder.listeners.append(StopAt(controller))
-        weighed = None
-        if references is not None:
+        weighed: WeighedBatches | None = None
+        if args.influence:
             weighed = WeighedBatches(
                 controller.batches,
                 controller.trainer,
-                references,
+                lambda: controller.state.step,
                 window=args.window,
                 momentum=config.trainer.optimizer.betas[0] ** config.algorithm.steps_per_batch,
             )
@@ -171,11 +168,11 @@ async def _replay(args: argparse.Namespace, config: RunConfig, recorded: Recorde
 def _influence_lines(influences: list[Influence]) -> list[str]:
     """The batches that stand out most, those that harmed first."""
     lines = [
-        "batches by influence on the ones around them: step, gain in nats per token, standard deviations from the usual"
+        "batches by influence: step, cosine of its gradient with those around it, standard deviations from the usual"
     ]
     in_order = sorted(influences, key=lambda influence: influence.deviations)
     shown = in_order if len(in_order) <= 2 * _SHOWN else in_order[:_SHOWN] + in_order[-_SHOWN:]
-    return lines + [f"{of.step:6d} {of.gain:+10.6f} {of.deviations:+7.1f}" for of in shown]
+    return lines + [f"{of.step:6d} {of.alignment:+8.4f} {of.deviations:+7.1f}" for of in shown]
 
 
 def _verified(args: argparse.Namespace, recorded: RecordedAttempt) -> int:

@@ -243,6 +243,11 @@ class TrainingClient:
         """Whole accumulated gradients by torchtitan's names; for small models."""
         return (await self._on_each(TrainerOperations.gradients))[0]
 
+    async def moments(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Whole first and second moments of Adam by torchtitan's names, of the parameters that have taken a step; for
+        small models."""
+        return (await self._on_each(TrainerOperations.moments))[0]
+
     async def residency(self) -> list[dict[str, int]]:
         """Per rank, the bytes of model, optimizer and gradients on the device now. Moves nothing."""
         return await self._mesh.call_each(TrainerOperations.residency)
