@@ -249,6 +249,26 @@ def test_scoring_between_backward_and_step_leaves_the_gradient_whole(loop, laid_
     assert loop.run_until_complete(norm(True)) == loop.run_until_complete(norm(False)) > 0
 
 
+def test_whole_moments_are_those_of_the_gradient(loop, laid_out):
+    trainer, params = client(laid_out), OptimParams(lr=0.0, betas=(0.9, 0.99), max_grad_norm=1e6)
+
+    async def run():
+        await trainer.reset_optimizer()
+        assert await trainer.moments() == {}
+        await trainer.forward_backward(random_datums(5), importance_sampling)
+        gradients = await trainer.gradients()
+        await trainer.optim_step(params)
+        moments = await trainer.moments()
+        await trainer.optim_step(params)  # without a gradient: those that were read are a copy
+        return gradients, moments
+
+    gradients, moments = loop.run_until_complete(run())
+    assert moments.keys() == gradients.keys()
+    for name, (first, second) in moments.items():
+        torch.testing.assert_close(first, 0.1 * gradients[name])
+        torch.testing.assert_close(second, 0.01 * gradients[name] ** 2)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("tp", [1, 2])
