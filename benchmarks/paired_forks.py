@@ -90,7 +90,7 @@ def main() -> int:
                 of_kind[kind].append(accuracy(fork, point + steps) - accuracy(run, point + steps))
         for steps, of_step in alike(run, args.output_dir / f"{PAIRED}-{point}", point).items():
             likeness[steps].append(of_step)
-        last = {kind: f"{of_points[-1]:+.3f}" for kind, of_points in differences[STEPS].items()}
+        last = {kind: f"{so_far[-1]:+.3f}" for kind, so_far in differences[STEPS].items()}
         print(f"fork at {point}:", *(f"{kind} {value}" for kind, value in last.items()), flush=True)
     for steps, of_points in sorted(likeness.items()):
         same, correlation = (fmean(values) for values in zip(*of_points))
@@ -98,11 +98,11 @@ def main() -> int:
             f"{steps:2d} steps after: tokens equal in {same:.3f} of the draws, rewards correlate by {correlation:.3f}"
         )
     for steps, of_kind in differences.items():
-        for kind, of_points in of_kind.items():
-            ratio = variance(of_kind[PAIRED]) / variance(of_points)
+        for kind, differences_of_kind in of_kind.items():
+            ratio = variance(of_kind[PAIRED]) / variance(differences_of_kind)
             print(
-                f"{steps} steps after, {kind}: mean difference {fmean(of_points):+.3f}, variance "
-                f"{variance(of_points):.3g}, the paired one's share of it {ratio:.2f}"
+                f"{steps} steps after, {kind}: mean difference {fmean(differences_of_kind):+.3f}, variance "
+                f"{variance(differences_of_kind):.3g}, the paired one's share of it {ratio:.2f}"
             )
     return 0
 
