@@ -1,4 +1,4 @@
-"""A sweep by the command: killed in the middle and started again, it is the sweep that nobody killed."""
+"""A sweep by the command: killed twice and started again, it is the sweep that nobody killed."""
 
 import subprocess
 import sys
@@ -28,6 +28,18 @@ def started(directory: Path) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+def start_and_kill(directory: Path, saved: Path) -> None:
+    """Kills the sweep once the file is there."""
+    process, deadline = started(directory), time.monotonic() + 900
+    try:
+        while not saved.exists():
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.02)
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def printed_table(process: subprocess.Popen) -> str:
     out, err = process.communicate(timeout=1200)
     assert process.returncode == 0, err
@@ -37,20 +49,13 @@ def printed_table(process: subprocess.Popen) -> str:
 @pytest.mark.whole
 @pytest.mark.usefixtures("forked")
 @pytest.mark.timeout(3000)
-def test_a_sweep_that_was_killed_goes_on_to_the_same_table_and_trains_nothing_twice(tmp_path):
+def test_a_sweep_that_was_killed_twice_goes_on_to_the_same_table_and_trains_nothing_twice(tmp_path):
     with nothing_left():
         table = printed_table(started(tmp_path / "whole"))
-        process = started(tmp_path / "killed")
-        saved = tmp_path / "killed" / "seed-0" / FORK / "checkpoints" / "step-1" / "COMPLETE"
-        deadline = time.monotonic() + 900
-        try:
-            while not saved.exists():
-                assert time.monotonic() < deadline and process.poll() is None
-                time.sleep(0.02)
-        finally:
-            process.kill()
-            process.communicate()
-        assert not (tmp_path / "killed" / "table.md").exists()
+        for killed_in in (Path("seed-0", FORK), Path("seed-1", "parent")):
+            start_and_kill(tmp_path / "killed", tmp_path / "killed" / killed_in / "checkpoints" / "step-1" / "COMPLETE")
+        after_one_seed = (tmp_path / "killed" / "table.md").read_text()
+        assert after_one_seed != table
         assert printed_table(started(tmp_path / "killed")) == table
     assert (tmp_path / "killed" / "table.md").read_text() == table == (tmp_path / "whole" / "table.md").read_text()
     for seed in ("seed-0", "seed-1"):
@@ -74,4 +79,5 @@ def test_a_sweep_that_was_killed_goes_on_to_the_same_table_and_trains_nothing_tw
         for seed in (0, 1)
         for arm in ("parent", FORK)
     }
-    assert begun == {(0, "parent"): 1, (0, FORK): 3, (1, "parent"): 1, (1, FORK): 2}
+    # A fork's attempts begin with those of its parent.
+    assert begun == {(0, "parent"): 1, (0, FORK): 1 + 2, (1, "parent"): 2, (1, FORK): 2 + 1}
