@@ -23,7 +23,6 @@ _NEIGHBOURS = 10
 """Batches on either side that say which alignment is usual at this time of the run."""
 _EPSILON = 1e-8
 """Added to the root of Adam's second moment, as Adam does."""
-
 _ROUNDING = 1e-6
 """A change of the first moment below this share of it is rounding, and no gradient."""
 
