@@ -113,10 +113,12 @@ class WeighedBatches:
         scaled, lengths, rounding = dict[str, torch.Tensor](), list[float](), list[float]()
         for name, (first, second) in moments.items():
             factor = 1 / (second.float().sqrt() + _EPSILON).sqrt()
-            kept = self._momentum * self._before[name] * factor if name in self._before else torch.zeros_like(factor)
-            scaled[name] = (first * factor - kept).flatten()
+            earlier = torch.zeros_like(factor)
+            if name in self._before:
+                earlier = self._momentum * self._before[name] * factor
+            scaled[name] = (first * factor - earlier).flatten()
             lengths.append(float(scaled[name].norm()))
-            rounding.append(_ROUNDING * float(kept.norm()))
+            rounding.append(_ROUNDING * float(earlier.norm()))
         length = math.hypot(*lengths)
         return {name: part / length for name, part in scaled.items()} if length > math.hypot(*rounding) else {}
 
