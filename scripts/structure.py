@@ -4,8 +4,8 @@ status 1.
     .venv/bin/python scripts/structure.py
 
 - A file name occurs once, but for the shapes in `SHAPES` that repeat in each folder on purpose.
-- A class that nobody makes and that has one subclass is no base: it has two real implementations, or users subclass it
-  and its docstring says so.
+- A base has two real implementations, or users subclass it and its docstring says so. A class that is made, caught or
+  handed over as a class is an implementation itself, beside that of its one subclass.
 - No module replaces a name of another module at run time, but for `adapters.py`, and for the hooks in `HOOKS`.
 - Names are nouns and verbs of the field: no binding is called one of `WORDS`.
 """
@@ -51,6 +51,9 @@ WORDS = {
 }
 """Word -> what to write instead."""
 
+ASK_OF_A_CLASS = {"isinstance", "issubclass", "cast"}
+"""Functions whose argument stays a mere name of a type."""
+
 PUBLIC_WORDS = {("rule.py", "what"): "a key of `diagnose --json`, which programs of users read"}
 """(file, name) that stays -> why."""
 
@@ -79,25 +82,39 @@ def repeated_names(modules: dict[Path, ast.Module]) -> Iterator[str]:
 
 
 def single_subclasses(modules: dict[Path, ast.Module]) -> Iterator[str]:
-    classes = {
-        node.name: (path, node)
-        for path, tree in modules.items()
-        for node in tree.body
-        if isinstance(node, ast.ClassDef)
-    }
-    subclasses, made = Counter[str](), set[str]()
-    for node in (node for tree in modules.values() for node in ast.walk(tree)):
+    nodes = [(path, node) for path, tree in modules.items() for node in ast.walk(tree)]
+    subclasses, used = Counter[str](), set[str]()
+    for _, node in nodes:
         if isinstance(node, ast.ClassDef):
-            subclasses.update(base.id for base in node.bases if isinstance(base, ast.Name))
-        elif isinstance(node, ast.Call):
-            callees = [node.func, *node.args]  # a class may be made by a function that it is passed to
-            made |= {callee.id for callee in callees if isinstance(callee, ast.Name)}
-        elif isinstance(node, ast.ExceptHandler) and node.type is not None:
-            made |= {name.id for name in ast.walk(node.type) if isinstance(name, ast.Name)}
-    for name, (path, node) in classes.items():
-        if subclasses[name] == 1 and name not in made and "subclass" not in (ast.get_docstring(node) or "").lower():
+            bases = [base.value if isinstance(base, ast.Subscript) else base for base in node.bases]
+            subclasses.update(base.id for base in bases if isinstance(base, ast.Name))
+        else:
+            used.update(_used_as_class(node))
+    for path, node in nodes:
+        if not isinstance(node, ast.ClassDef) or subclasses[node.name] != 1 or node.name in used:
+            continue
+        if "users subclass" not in (ast.get_docstring(node) or "").lower():
             place = path.relative_to(PACKAGE.parent)
-            yield f"{place}:{node.lineno}: {name}: has one subclass; make the two one class, or say who subclasses it"
+            yield f"{place}:{node.lineno}: {node.name}: has one subclass; make the two one class, or say that users do"
+
+
+def _used_as_class(node: ast.AST) -> Iterator[str]:
+    """The names that a node makes an object of, catches, or hands over as a class or as a class's `Config`, of which
+    torchtitan makes a module."""
+    values: list[ast.expr | None] = []
+    if isinstance(node, ast.Call):
+        values = [node.func] if ast.unparse(node.func) in ASK_OF_A_CLASS else [node.func, *node.args]
+    elif isinstance(node, ast.ExceptHandler):
+        values = [*node.type.elts] if isinstance(node.type, ast.Tuple) else [node.type]
+    elif isinstance(node, ast.Dict):
+        values = [*node.values]
+    elif isinstance(node, (ast.Assign, ast.Return)):
+        values = [node.value.body, node.value.orelse] if isinstance(node.value, ast.IfExp) else [node.value]
+    for value in values:
+        if isinstance(value, ast.Attribute) and value.attr == "Config":
+            value = value.value
+        if isinstance(value, ast.Name):
+            yield value.id
 
 
 def replaced_functions(path: Path, tree: ast.Module) -> Iterator[tuple[int, str]]:

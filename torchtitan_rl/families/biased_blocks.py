@@ -28,8 +28,8 @@ __all__ = ["SinkAttention", "RowwiseLinear", "attention", "mixture"]
 
 class SinkAttention(Attention):
     """torchtitan's attention with sinks. YaRN's growth of queries and keys is in the rotary embedding here, as in the
-    other families; torchtitan has its square in the softmax's scale. Generators have a subclass, whose kernel applies
-    the sinks."""
+    other families; torchtitan has its square in the softmax's scale. Generators run `engine.layers.PagedSinkAttention`
+    in its place."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Attention.Config):

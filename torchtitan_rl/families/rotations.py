@@ -18,8 +18,8 @@ __all__ = ["AmplifiedCosSinRoPE", "half_rotation"]
 
 
 class AmplifiedCosSinRoPE(CosSinRoPE):
-    """Rotates halves, and multiplies what it rotates by `amplitude`. Generators have a subclass, of one
-    kernel."""
+    """Rotates halves, and multiplies what it rotates by `amplitude`. Generators run `engine.kernels.KernelHalfRotation`
+    in its place."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(CosSinRoPE.Config):

@@ -26,7 +26,7 @@ from torchtitan_rl.dispatch.repair import Repair
 from torchtitan_rl.dispatch.role_mesh import RoleMesh, deadline
 from torchtitan_rl.environment import default_environment
 from torchtitan_rl.launch.attach import Hosts, this_host
-from torchtitan_rl.launch.backend import Stack
+from torchtitan_rl.launch.backend import MeshLauncher, Stack
 from torchtitan_rl.launch.bootstrap import claim_devices
 from torchtitan_rl.launch.inventory import Devices, MeshSize, Place, interface_of
 from torchtitan_rl.launch.joined_hosts import JoinedHosts
@@ -52,8 +52,8 @@ _LOOPBACK = "127.0.0.1"
 
 
 @dataclass
-class ActorLauncher:
-    """Spawns the meshes of a run and remembers them, so that `stop` leaves no process behind. A `MeshLauncher`."""
+class ActorLauncher(MeshLauncher):
+    """Spawns the meshes of a run and remembers them, so that `stop` leaves no process behind."""
 
     log_dir: str | None
     start_timeout_s: float

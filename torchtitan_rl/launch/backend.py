@@ -89,10 +89,7 @@ class Stack:
 
 class Launcher(Protocol):
     """Starts what a run trains and samples with, and ends it: actors on hosts (`actors.ActorLauncher`), objects in this
-    process (`local.LocalLauncher`), or a session with a service (`tinker.RemoteLauncher`).
-
-    `MeshLauncher` is its one subclass: it adds what `stack.start_stack` needs of the first two, which have meshes.
-    """
+    process (`local.LocalLauncher`), or a session with a service (`tinker.RemoteLauncher`)."""
 
     store: Any
     """Where published weights are: TorchStore, this process's memory, or the service."""
@@ -117,7 +114,7 @@ class Launcher(Protocol):
 
 class MeshLauncher(Launcher, Protocol):
     """A launcher whose trainers and generators are meshes of ranks, over which `stack.start_stack` puts clients:
-    actors, and this process."""
+    actors (`actors.ActorLauncher`), and objects in this process (`local.LocalLauncher`)."""
 
     @property
     def schedules(self) -> Schedules | None:

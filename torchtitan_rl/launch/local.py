@@ -21,7 +21,7 @@ from torchtitan_rl.config.meshes import GeneratorConfig, TrainerConfig
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.dispatch.local_mesh import LocalMesh
-from torchtitan_rl.launch.backend import Stack
+from torchtitan_rl.launch.backend import MeshLauncher, Stack
 from torchtitan_rl.launch.inventory import use_interface_of
 from torchtitan_rl.launch.stack import start_generators, start_stack
 from torchtitan_rl.record.schedule import Schedules
@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class LocalLauncher:
-    """A `MeshLauncher` of one rank a role. `validation.run.check_local` has refused layouts of several ranks."""
+class LocalLauncher(MeshLauncher):
+    """Makes meshes of one rank a role. `validation.run.check_local` has refused layouts of several ranks."""
 
     log_dir: str
     start_timeout_s: float

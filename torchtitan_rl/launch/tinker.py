@@ -22,7 +22,7 @@ from torchtitan_rl.dispatch.tinker.remote_sampler import RemoteSamplingClient
 from torchtitan_rl.dispatch.tinker.remote_trainer import RemoteTrainingClient
 from torchtitan_rl.dispatch.tinker.session import Samplers, answered, sdk
 from torchtitan_rl.dispatch.versions import PolicyVersions
-from torchtitan_rl.launch.backend import Stack
+from torchtitan_rl.launch.backend import Launcher, Stack
 from torchtitan_rl.model.files import assets_dir
 from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.validation.remote import adapted_parts
@@ -36,8 +36,8 @@ _KILL_S = 3.0
 
 
 @dataclass
-class RemoteLauncher:
-    """Opens a session with the service at TINKER_BASE_URL, by the key in TINKER_API_KEY, and ends it. A `Launcher`."""
+class RemoteLauncher(Launcher):
+    """Opens a session with the service at TINKER_BASE_URL, by the key in TINKER_API_KEY, and ends it."""
 
     start_timeout_s: float
     store: Samplers = field(default_factory=Samplers)
