@@ -156,8 +156,9 @@ async def _scale(world: World, controller: Controller, over: asyncio.Event) -> N
         if hurried and len(serving) > 1:
             hurry = asyncio.Event()
             world.loop.call_later(drawn.uniform(0, 5), hurry.set)
-            await controller.replicas.end(serving[-1], hurry)
-            world.note(f"{serving[-1]} had to leave")
+            with suppress(RuntimeError):  # the others were lost before it had answered: it stays
+                await controller.replicas.end(serving[-1], hurry)
+                world.note(f"{serving[-1]} had to leave")
             continue
         try:
             await controller.replicas.scale(number)

@@ -198,14 +198,15 @@ class SamplingClient:
         await self._on_all(lambda replica: replica.load_hf(directory, version))
 
     async def _on_all(self, call: Callable[[Replica], Coroutine]) -> None:
-        indices = [*await self._some_healthy(), *sorted(self._leaving)]
-        results = await asyncio.gather(*(call(self._replicas[i]) for i in indices), return_exceptions=True)
+        indices = {*await self._some_healthy(), *self._leaving}
+        replicas = [self._replicas[index] for index in sorted(indices)]  # meanwhile another may take the place of one
+        results = await asyncio.gather(*map(call, replicas), return_exceptions=True)
         loaded = any(result is None for result in results)
-        for position, (index, result) in enumerate(zip(indices, results)):
+        for position, (replica, result) in enumerate(zip(replicas, results, strict=True)):
             if loaded and isinstance(result, VersionRefused):  # others hold the version: this replica is at fault
                 results[position] = result = ReplicaLost(str(result))
             if isinstance(result, ReplicaLost):
-                self._lose(self._replicas[index], result)
+                self._lose(replica, result)
         for result in results:
             if isinstance(result, BaseException) and not isinstance(result, ReplicaLost):
                 raise result
@@ -369,6 +370,7 @@ class SamplingClient:
             yield
         finally:
             self._num_starting -= 1
+            self._note_serving()
             self._send_waiting()
 
     async def join(self, mesh: RoleMesh) -> None:
@@ -392,13 +394,14 @@ class SamplingClient:
             self._replicas.append(replica)
             if self._probed and self._repair is not None:
                 self._start(self._repair.probe(partial(self._current, index), self._lose))
-        self._healthy_indices = self._serving()
+        self._note_serving()
         self._send_waiting()
 
     async def leave(self, role: str, hurry: asyncio.Event | None = None) -> None:
         """Takes a healthy replica out of use: it gets no further request, and has left once it has answered those that
         it has. Until then it loads what is published, as the others do. Once `hurry` is set, it has left at once, and
-        others answer the rest. Raises RuntimeError for one that gets no requests, and where no other one does."""
+        others answer the rest. Raises RuntimeError for one that gets no requests, and where no other one does, also
+        where the others are lost before it has left: it stays, and gets requests again."""
         indices = [index for index in self._healthy_indices if self._replicas[index].mesh.role == role]
         if not indices:
             raise RuntimeError(f"{role}: gets no requests, it leaves or is lost; look at `torchtitan-rl view`")
@@ -407,15 +410,19 @@ class SamplingClient:
             raise RuntimeError(f"{role}: is the only healthy replica; it stays")
         replica = self._replicas[index]
         self._leaving.add(index)
-        self._healthy_indices = self._serving()
+        self._note_serving()
         hurried = None if hurry is None else asyncio.ensure_future(hurry.wait())
         if hurried is not None:
             hurried.add_done_callback(lambda _: self._progress.set())
         try:
-            while self._router.loads[index] and replica.lost is None:
-                if hurry is not None and hurry.is_set():
-                    left = self._router.loads[index]
-                    logger.warning("%s: leaves now; other replicas answer its last %d requests", role, left)
+            while replica.lost is None:
+                num_unanswered, must = self._router.loads[index], hurry is not None and hurry.is_set()
+                if index in self._healthy_indices and not must:
+                    raise RuntimeError(f"{role}: is the only healthy replica by now; it stays")
+                if not num_unanswered:
+                    break
+                if must:
+                    logger.warning("%s: leaves now; other replicas answer its last %d requests", role, num_unanswered)
                     replica.lost = "has left before it had answered"
                     self._start(self._abandon(replica))
                     break
@@ -423,11 +430,11 @@ class SamplingClient:
                 await self._progress.wait()
         finally:
             self._leaving.discard(index)
-            self._healthy_indices = self._serving()  # once more, if this call is given up
+            self._note_serving()  # once more, if it stays, or if this call is given up
             if hurried is not None:
                 hurried.cancel()
         self._left.add(index)
-        self._healthy_indices = self._serving()
+        self._note_serving()
         if replica.lost is None:
             replica.lost = "has left"
             await replica.release()
@@ -470,10 +477,17 @@ class SamplingClient:
         for index in range(len(self._replicas)):
             self._start(repair.probe(partial(self._current, index), self._lose))
 
+    def _note_serving(self) -> None:
+        """Notes which replicas get requests, and wakes those that leave: one of them may have to stay."""
+        self._healthy_indices = self._serving()
+        self._progress.set()
+
     def _serving(self) -> list[int]:
-        """The replicas that get requests."""
-        out = self._leaving | self._left
-        return [index for index, replica in enumerate(self._replicas) if replica.lost is None and index not in out]
+        """The replicas that get requests: the healthy ones that do not leave. Where none stays and none is expected,
+        those that leave do."""
+        healthy = [i for i, replica in enumerate(self._replicas) if replica.lost is None and i not in self._left]
+        staying = [index for index in healthy if index not in self._leaving]
+        return staying if staying or self._repairing or self._num_starting else healthy
 
     def _current(self, index: int) -> Replica:
         return self._replicas[index]
@@ -483,16 +497,14 @@ class SamplingClient:
         if replica.lost is not None:
             return
         replica.lost = str(error)
-        self._healthy_indices = self._serving()
         index = self._replicas.index(replica)
+        repair = None if index in self._leaving else self._repair
+        if repair is not None:
+            self._repairing.add(index)
+        self._note_serving()
         event = {"event": "replica_lost", "who": replica.mesh.role}
         logger.warning("a generator replica is lost, %d left: %s", len(self._healthy_indices), error, extra=event)
-        if self._repair is None or index in self._leaving:
-            self._progress.set()
-            self._start(self._abandon(replica))
-        else:
-            self._repairing.add(index)
-            self._start(self._replace(index, self._repair))
+        self._start(self._abandon(replica) if repair is None else self._replace(index, repair))
 
     async def _abandon(self, replica: Replica) -> None:
         await replica.release()
@@ -505,7 +517,6 @@ class SamplingClient:
         try:
             await lost.release()
             self._replicas[index] = await repair.replacement(lost, partial(self._new_replica, index))
-            self._healthy_indices = self._serving()
         except TooManyRestarts as error:
             self._no_repair = str(error)
         except PlaceGone as error:
@@ -514,6 +525,7 @@ class SamplingClient:
             logger.warning("%s has left: %s", role, error, extra={"event": "replica_left", "who": role})
         finally:
             self._repairing.discard(index)
+            self._note_serving()
             self._send_waiting()
 
 

@@ -177,6 +177,42 @@ async def test_a_replica_that_is_lost_while_it_leaves_hands_its_requests_over_an
     assert versions.holders() == {1: ["generator-0", "newest"]}
 
 
+async def test_a_replica_that_leaves_stays_where_the_others_are_lost_before_it_has_left():
+    meshes, versions, client = client_of(2)
+    await client.pull(await versions.publish())
+    replicas, _, stopped = replicas_of(client)
+    meshes[0].held_up, meshes[1].slow = asyncio.Event(), [[2]]
+    answers = asyncio.ensure_future(sample_all(client, [[1], [2]]))
+    await settle()
+    leaving = asyncio.ensure_future(replicas.scale(1))
+    await settle()
+    assert client.serving() == ["generator-0"]
+    meshes[0].broken["sample"] = died("generator-0", "sample")
+    meshes[0].held_up.set()
+    with pytest.raises(RuntimeError, match="generator-1: is the only healthy replica by now; it stays"):
+        await leaving
+    meshes[1].released.set()
+    assert [answer.tokens for answer in await answers] == [[1], [2]]
+    assert stopped == [] and client.serving() == ["generator-1"]
+
+
+async def test_an_error_of_one_that_has_left_is_not_that_of_the_next_in_its_place():
+    meshes, versions, client = client_of(2)
+    await client.pull(await versions.publish())
+    replicas, _, _ = replicas_of(client)
+    meshes[1].fetching = asyncio.Event()
+    pull = asyncio.ensure_future(client.pull(await versions.publish()))
+    await settle()
+    await replicas.scale(1)
+    await replicas.scale(2)
+    meshes[1].broken["load"] = died("generator-1", "load")  # its process has been ended
+    meshes[1].fetching.set()
+    await pull
+    assert client.health() == {"generator-0": "healthy", "generator-1": "healthy"}
+    await settle()
+    assert versions.holders() == {2: ["generator-0", "generator-1", "newest"]}
+
+
 async def test_the_place_of_one_that_has_left_is_taken_by_the_next_that_joins():
     _, versions, client = client_of(3)
     await client.pull(await versions.publish())
