@@ -61,8 +61,8 @@ def growths(rows: list[Row]) -> list[str]:
             of_number = [row for row in rows if row[fixed] == number]
             powers = [(name, power([(row[grows], row[name]) for row in of_number])) for name in FIGURES]
             if not math.isnan(powers[0][1]):
-                told = ", ".join(f"{name} {exponent:+.2f}" for name, exponent in powers)
-                lines.append(f"with {grows}, at {number} {fixed}: {told}")
+                exponents = ", ".join(f"{name} {exponent:+.2f}" for name, exponent in powers)
+                lines.append(f"with {grows}, at {number} {fixed}: {exponents}")
     return lines
 
 

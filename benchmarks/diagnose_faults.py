@@ -76,8 +76,8 @@ FAULTS: dict[str, Fault] = {
     "slow_step": Fault("slow_step", changed(task__reward=implants.slow_once)),
     "memory": Fault("memory", changed(task__reward=implants.leaks), steps=80, backend="actors"),
     "temperature": Fault("mismatch", patch=lambda: implants.sampled_with(temperature=0.8), steps=10),
-    "stale_weights": Fault("mismatch", patch=lambda: implants.weights_lost(told=True)),
-    "old_weights": Fault("lag", patch=lambda: implants.weights_lost(told=False)),
+    "stale_weights": Fault("mismatch", patch=lambda: implants.weights_lost(reported=True)),
+    "old_weights": Fault("lag", patch=lambda: implants.weights_lost(reported=False)),
     "far_lag": Fault(
         "lag",
         changed(algorithm__max_policy_lag=4, trainer__optimizer__lr=4e-3, task__reward=implants.pays_length),
@@ -179,13 +179,13 @@ def report(directory: Path) -> int:
     for name, how, rule, path in rows:
         if not (path / "config.json").exists() and not (path / "said.json").exists():
             continue
-        said = said_of(path)
+        reported = said_of(path)
         if rule:
-            faults, named = faults + 1, named + (rule in said)
+            faults, named = faults + 1, named + (rule in reported)
         else:
-            clean_runs, wrong = clean_runs + 1, wrong + bool(said)
-        others = ", ".join(other for other in said if other != rule) or "-"
-        print(f"| {name} | {how} | {rule or '-'} | {said.get(rule, '-')} | {others} |")
+            clean_runs, wrong = clean_runs + 1, wrong + bool(reported)
+        further = ", ".join(other for other in reported if other != rule) or "-"
+        print(f"| {name} | {how} | {rule or '-'} | {reported.get(rule, '-')} | {further} |")
     print(f"{named} of {faults} faults named; something said of {wrong} of {clean_runs} clean runs")
     return int(named < 0.9 * faults or wrong > 0)
 

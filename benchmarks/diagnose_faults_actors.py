@@ -51,12 +51,12 @@ async def with_replicas(directory: Path, name: str, steps: int) -> None:
 
 async def hangs_forever(task, completions):
     """A reward that never answers from the 120th group on."""
-    _ASKED.append(task.id)
-    await asyncio.sleep(10_000.0 if len(_ASKED) > 120 else 0.0)
+    _TASK_IDS.append(task.id)
+    await asyncio.sleep(10_000.0 if len(_TASK_IDS) > 120 else 0.0)
     return [float(text == task.answer) for text in completions]
 
 
-_ASKED: list[str] = []
+_TASK_IDS: list[str] = []
 
 
 async def hanging(directory: Path) -> None:
@@ -76,10 +76,10 @@ def hung(directory: Path) -> None:
     findings = [finding.as_data() for finding in examine(Run.open(metrics.parent)).findings]
     child.kill()  # its processes end with it
     child.wait()
-    said = directory / "actors-stall-hung"
-    shutil.rmtree(said, ignore_errors=True)
-    said.mkdir()
-    (said / "said.json").write_text(json.dumps(findings, indent=1))
+    hung_run = directory / "actors-stall-hung"
+    shutil.rmtree(hung_run, ignore_errors=True)
+    hung_run.mkdir()
+    (hung_run / "said.json").write_text(json.dumps(findings, indent=1))
 
 
 def main() -> int:

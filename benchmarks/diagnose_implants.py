@@ -100,8 +100,8 @@ def sampled_with(**changes: Any) -> Iterator[None]:
 
 
 @contextmanager
-def weights_lost(*, told: bool) -> Iterator[None]:
-    """From the eighth load on, an engine keeps the weights that it has. `told`: it says that they are the new ones."""
+def weights_lost(*, reported: bool) -> Iterator[None]:
+    """From the eighth load on, an engine keeps the weights that it has. `reported`: it calls them the new ones."""
     from torchtitan_rl.engine.engine import Engine
 
     plain = Engine._load_staged
@@ -110,7 +110,7 @@ def weights_lost(*, told: bool) -> Iterator[None]:
         if self._num_loads < 8:
             return plain(self, version, futures)
         self._staged.pop(version)
-        self.policy_version = version if told else self.policy_version
+        self.policy_version = version if reported else self.policy_version
         for future in futures:
             future.set_result(0.0)
 

@@ -39,8 +39,8 @@ async def load(url: str, connections: int, tokens: int, seconds: float) -> dict[
             writer.write(request)
             answer = await reader.readuntil(b"\r\n\r\n")
             length = answer.lower().partition(b"content-length:")[2].split(b"\r\n")[0]
-            said = await reader.readexactly(int(length))
-            right = answer.startswith(b"HTTP/1.1 200") and f'"completion_tokens": {tokens}'.encode() in said
+            answer_body = await reader.readexactly(int(length))
+            right = answer.startswith(b"HTTP/1.1 200") and f'"completion_tokens": {tokens}'.encode() in answer_body
             counts["completions" if right else "errors"] += 1
         writer.close()
 

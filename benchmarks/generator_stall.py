@@ -43,7 +43,8 @@ def measure(flavor: str, loads: int, dtype: str, directory: Path) -> list[dict[s
     engine.ready.result(600)
     platform.set_threads(threads)
     sizes = {name: math.prod(shape) for name, (shape, _) in engine.parameter_specs.items()}
-    held = sum({id(place): place.nbytes for place in engine.model.places.values()}.values())  # a tied head counts once
+    by_place = {id(place): place.nbytes for place in engine.model.places.values()}  # a tied head counts once
+    num_bytes = sum(by_place.values())
     rows, memcpy = [], Memcpy(_BLOCK)
     for version in range(loads):
         payload = torch.empty(sum(sizes.values()), dtype=getattr(torch, dtype)).uniform_(-0.02, 0.02)
@@ -54,11 +55,11 @@ def measure(flavor: str, loads: int, dtype: str, directory: Path) -> list[dict[s
         if not version:
             engine.load(version).result(600)  # the first requests need weights
             continue
-        memcpy_s = memcpy.seconds(held)  # before the requests, which would take cores from it
+        memcpy_s = memcpy.seconds(num_bytes)  # before the requests, which would take cores from it
         flying = engine.submit([_REQUEST] * 8)
         stall_s = engine.load(version).result(600)
         assert not any(future.done() for future in flying), "the requests ended before the load"
-        row = {"stall_s": stall_s, "memcpy_s": memcpy_s, "bytes": held}
+        row = {"stall_s": stall_s, "memcpy_s": memcpy_s, "bytes": num_bytes}
         print(json.dumps({name: round(value, 4) for name, value in row.items()}), flush=True)
         rows.append(row)
         for future in flying:

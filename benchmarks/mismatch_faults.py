@@ -305,10 +305,10 @@ def faults(names: list[str]) -> int:
         with applied(fault):
             explained, lines = asyncio.run(run(settings))
         cause = explained.cause
-        found = cause is not None and cause.name == wanted
-        named += found
-        said = "nothing" if cause is None else f"{cause.part}: {cause.name}: {cause.words} (left {cause.left_mean:.1e})"
-        print(f"{'named ' if found else 'MISSED'} {name}: {said}", flush=True)
+        is_named = cause is not None and cause.name == wanted
+        named += is_named
+        text = "nothing" if cause is None else f"{cause.part}: {cause.name}: {cause.words} (left {cause.left_mean:.1e})"
+        print(f"{'named ' if is_named else 'MISSED'} {name}: {text}", flush=True)
     total = len(names or FAULTS)
     print(f"{named} of {total} faults named")
     return int(named < total)
@@ -319,11 +319,11 @@ def clean(names: list[str]) -> int:
     for name in names or CLEAN:
         explained, lines = asyncio.run(run(dict(CLEAN[name])))
         alarms += explained.cause is not None
-        said = "nothing" if explained.cause is None else f"ALARM {explained.cause}"
+        text = "nothing" if explained.cause is None else f"ALARM {explained.cause}"
         worst = [max(line.get(f"mismatch/{of}", 0.0) for line in lines) for of in WORST]
         tokens = [line.get("mismatch/explained_tokens", 0) for line in lines]
         numbers = ", ".join(f"{of} {value:.1e}" for of, value in zip(WORST, worst))
-        print(f"{name}: {said}; {numbers}; tokens {tokens}", flush=True)
+        print(f"{name}: {text}; {numbers}; tokens {tokens}", flush=True)
     print(f"{alarms} alarms in {len(names or CLEAN)} clean runs")
     return int(alarms > 0)
 
@@ -369,12 +369,12 @@ def cost(names: list[str]) -> int:
         return seconds.steps
 
     steps, status = asyncio.run(measured())[3:], 0  # the first steps allocate; the one at index 0 is explained
-    for what, values in zip(("wall", "processor"), zip(*steps)):
+    for clock, values in zip(("wall", "processor"), zip(*steps)):
         pairs = [(values[i], (values[i - 1] + values[i + 1]) / 2) for i in range(2, len(values) - 1, 2)]
         added = statistics.median(explained / plain for explained, plain in pairs) - 1
         plain, explained = (statistics.median(side) for side in ([p for _, p in pairs], [e for e, _ in pairs]))
-        print(f"{what} seconds of {len(pairs)} pairs: {explained:.3f} with, {plain:.3f} without, ratio + {added:.1%}")
-        status |= what == "processor" and added > 0.05
+        print(f"{clock} seconds of {len(pairs)} pairs: {explained:.3f} with, {plain:.3f} without, ratio + {added:.1%}")
+        status |= clock == "processor" and added > 0.05
     return int(status)
 
 

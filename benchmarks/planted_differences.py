@@ -75,8 +75,8 @@ def replay(run: Path, name: str, *before: str, **planted: str) -> str:
     command = [*before, sys.executable, "-m", "benchmarks.planted_differences", "--replay", *arguments]
     ended = subprocess.run(command, cwd=ROOT, env=os.environ | planted, capture_output=True, text=True)
     lines = (ended.stdout + ended.stderr).splitlines()
-    said = [line for line in lines if line.startswith(("flipped", "differs", "the same", "error", "torchtitan-rl:"))]
-    return "; ".join(said) or "\n".join(lines[-5:])
+    verdict = [line for line in lines if line.startswith(("flipped", "differs", "the same", "error", "torchtitan-rl:"))]
+    return "; ".join(verdict) or "\n".join(lines[-5:])
 
 
 def main() -> int:
@@ -94,21 +94,21 @@ def main() -> int:
         command = [sys.executable, "-m", "torchtitan_rl.cli", "train", str(file), "--quiet"]
         subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     tasks = source_of(config("").task.build(), "train", 0).next(STEPS * TASKS)
-    asked = [("as it was", "the same", replay(run, "unchanged"))]
+    cases = [("as it was", "the same", replay(run, "unchanged"))]
     for place in (0, 7, 19, 31, -1):
-        said = replay(run, f"weight-{place}", **{_WEIGHT: str(place), _STEP: "50"})
-        asked.append((f"a bit of parameter {place} after step 50", f"weights of version {WARM_STEPS + 50}", said))
+        verdict = replay(run, f"weight-{place}", **{_WEIGHT: str(place), _STEP: "50"})
+        cases.append((f"a bit of parameter {place} after step 50", f"weights of version {WARM_STEPS + 50}", verdict))
     for step in (1, 17, 50, 51):
         task = tasks[(step - 1) * TASKS + step % TASKS].id
-        said = replay(run, f"reward-{step}", **{_TASK: task})
+        verdict = replay(run, f"reward-{step}", **{_TASK: task})
         slot = (step - 1) * TASKS + step % TASKS
-        asked.append((f"a reward of {task}", f"differs: step {step}, rollout {slot}/0/0, reward", said))
-    said = replay(run, "cores", "taskset", "--cpu-list", "0")
-    asked.append(("one core", "cores ", said))
+        cases.append((f"a reward of {task}", f"differs: step {step}, rollout {slot}/0/0, reward", verdict))
+    verdict = replay(run, "cores", "taskset", "--cpu-list", "0")
+    cases.append(("one core", "cores ", verdict))
     wrong = 0
-    for planted, expected, said in asked:
-        wrong += expected not in said
-        print(f"{'ok   ' if expected in said else 'WRONG'} {planted}: {said}")
+    for planted, expected, verdict in cases:
+        wrong += expected not in verdict
+        print(f"{'ok   ' if expected in verdict else 'WRONG'} {planted}: {verdict}")
     return int(wrong > 0)
 
 

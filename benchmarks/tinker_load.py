@@ -67,8 +67,8 @@ async def bare(url: str, base_model: str, connections: int, tokens: int, seconds
             right, future = await answered(reader, writer, sent)
             if right:
                 fetch = request("retrieve_future", host, {"request_id": json.loads(future)["request_id"]})
-                right, said = await answered(reader, writer, fetch)
-                right = right and len(said) > 8 * tokens and b'"error"' not in said
+                right, answer = await answered(reader, writer, fetch)
+                right = right and len(answer) > 8 * tokens and b'"error"' not in answer
             counts["completions" if right else "errors"] += 1
         writer.close()
 
@@ -88,8 +88,8 @@ def by_sdk(url: str, base_model: str, connections: int, tokens: int, seconds: fl
     def sampler() -> None:
         while time.monotonic() < began + seconds:
             try:
-                said = client.sample(types.ModelInput.from_ints(PROMPT), 1, params).result(60)
-                right = len(said.sequences[0].tokens) == tokens
+                answer = client.sample(types.ModelInput.from_ints(PROMPT), 1, params).result(60)
+                right = len(answer.sequences[0].tokens) == tokens
             except Exception as error:
                 print(error, file=sys.stderr)
                 right = False
@@ -201,9 +201,9 @@ async def swaps(arguments: argparse.Namespace, directory: str) -> dict[str, floa
             target.copy_(payload)
             copies.append(1000 * (time.perf_counter() - began))
         await versions.release(other, "swaps")
-    found = {name: round(median(of), 2) for name, of in seconds.items()}
-    swap_ms, copy_ms = found["two_in_turn_ms"] - found["one_version_ms"], median(copies)
-    return found | {
+    medians = {name: round(median(of), 2) for name, of in seconds.items()}
+    swap_ms, copy_ms = medians["two_in_turn_ms"] - medians["one_version_ms"], median(copies)
+    return medians | {
         "swap_ms": round(swap_ms, 2),
         "version_mib": round(len(payload) / 2**20, 1),
         "copy_ms": round(copy_ms, 2),

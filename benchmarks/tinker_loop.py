@@ -83,7 +83,7 @@ async def rollouts(controller, loops, tasks: list[str], n: int, temperature: flo
 
     await controller.publish()
     prompts = [controller.tokenizer.encode(f"{letters}=") for letters in tasks]
-    said = await asyncio.gather(
+    completions = await asyncio.gather(
         *(
             controller.generator.sample(
                 prompt,
@@ -93,7 +93,7 @@ async def rollouts(controller, loops, tasks: list[str], n: int, temperature: flo
             for _ in range(n)
         )
     )
-    return [(letters, prompts[i], said[i * n : (i + 1) * n]) for i, letters in enumerate(tasks)]
+    return [(letters, prompts[i], completions[i * n : (i + 1) * n]) for i, letters in enumerate(tasks)]
 
 
 async def reinforcement(controller, loops, steps: int) -> None:
@@ -103,19 +103,19 @@ async def reinforcement(controller, loops, steps: int) -> None:
     rng = random.Random(1)
     for at in range(steps):
         groups = await rollouts(controller, loops, loops.words(rng, loops.TASKS), loops.GROUP, 1.0)
-        data, num_tokens = [], sum(len(said.tokens) for *_, group in groups for said in group)
+        data, num_tokens = [], sum(len(one.tokens) for *_, group in groups for one in group)
         for letters, prompt, group in groups:
-            texts = [loops.text_of(controller.tokenizer, said.tokens) for said in group]
+            texts = [loops.text_of(controller.tokenizer, one.tokens) for one in group]
             rewards = torch.tensor([loops.reward(letters, text) for text in texts])
             advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
-            for said, advantage in zip(group, advantages.tolist()):
-                whole, before = torch.tensor(prompt + said.tokens), [0.0] * (len(prompt) - 1)
+            for completion, advantage in zip(group, advantages.tolist()):
+                whole, before = torch.tensor(prompt + completion.tokens), [0.0] * (len(prompt) - 1)
                 ones_T = torch.ones(len(whole) - 1)
                 inputs = {
                     "token_weights": ones_T,
                     "loss_mask": ones_T,
-                    "sampling_logprobs": torch.tensor(before + said.logprobs),
-                    "advantages": torch.tensor(before + [advantage / num_tokens] * len(said.tokens)),
+                    "sampling_logprobs": torch.tensor(before + completion.logprobs),
+                    "advantages": torch.tensor(before + [advantage / num_tokens] * len(completion.tokens)),
                 }
                 data.append(Datum(tokens=whole[:-1], target_tokens=whole[1:], loss_inputs=inputs))
         await step(controller, data, ppo, loops.LR * min(1.0, (at + 1) / 5) * (1 - 0.9 * at / steps))
@@ -123,8 +123,8 @@ async def reinforcement(controller, loops, steps: int) -> None:
 
 async def accuracy(controller, loops, number: int = 256) -> float:
     tasks = loops.words(random.Random(2), number, held_out=True)
-    found = await rollouts(controller, loops, tasks, 1, 0.0)
-    texts = [(letters, loops.text_of(controller.tokenizer, said.tokens)) for letters, _, (said,) in found]
+    played = await rollouts(controller, loops, tasks, 1, 0.0)
+    texts = [(letters, loops.text_of(controller.tokenizer, one.tokens)) for letters, _, (one,) in played]
     return sum(text == "".join(sorted(letters)) for letters, text in texts) / number
 
 
@@ -151,12 +151,13 @@ def through_server(directory: str, warm_steps: int, rl_steps: int) -> dict[str, 
     finally:
         server.terminate()
         server.wait(30)
-    said = SimpleNamespace(**{name.replace(" ", "_").replace(",", ""): v for name, v in json.loads(out.stdout).items()})
+    figures = json.loads(out.stdout)
+    report = SimpleNamespace(**{name.replace(" ", "_").replace(",", ""): value for name, value in figures.items()})
     return {
-        "warm": said.accuracy_after_the_warm_start,
-        "reinforced": said.accuracy_after_reinforcement,
-        "warm_s": said.warm_start_s,
-        "rl_s": said.reinforcement_s,
+        "warm": report.accuracy_after_the_warm_start,
+        "reinforced": report.accuracy_after_reinforcement,
+        "warm_s": report.warm_start_s,
+        "rl_s": report.reinforcement_s,
     }
 
 

@@ -164,12 +164,12 @@ def measure(path: Path) -> None:
     began = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
-            said = process.stdout.readline()
-            url = next(word for word in said.split() if word.startswith("http")).rstrip(";")
-            print(f"{time.perf_counter() - began:6.2f} s  until it says {said.strip()!r}")
+            first_line = process.stdout.readline()
+            url = next(word for word in first_line.split() if word.startswith("http")).rstrip(";")
+            print(f"{time.perf_counter() - began:6.2f} s  until it says {first_line.strip()!r}")
             server = psutil.Process(process.pid)
             run = urllib.parse.urlencode({"run": path.resolve().name})
-            for what, address in (
+            for page, address in (
                 ("list, first time", f"rollouts?{run}"),
                 ("list", f"rollouts?{run}"),
                 ("sorted by reward", f"rollouts?{run}&sort=reward"),
@@ -187,7 +187,7 @@ def measure(path: Path) -> None:
                 body = urllib.request.urlopen(f"{url}/{address}").read()
                 seconds = time.perf_counter() - start
                 rss = server.memory_info().rss / 2**20
-                print(f"{seconds:6.2f} s  {rss:4.0f} MiB  {len(body) / 1000:6.0f} kB  {what}")
+                print(f"{seconds:6.2f} s  {rss:4.0f} MiB  {len(body) / 1000:6.0f} kB  {page}")
             peak = [line for line in Path(f"/proc/{process.pid}/status").read_text().splitlines() if "VmHWM" in line]
             print(*peak)
         finally:

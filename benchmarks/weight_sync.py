@@ -42,10 +42,10 @@ class Memory:
         return {name: round((resident(pid, "VmHWM") - self.first[name]) / 2**20, 1) for name, pid in self.pids.items()}
 
 
-def resident(pid: int, which: str) -> int:
+def resident(pid: int, field: str) -> int:
     """`VmRSS`: a process's resident memory now; `VmHWM`: the most there has been. In bytes."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith(which)).split()[1])
+    return 1024 * int(next(line for line in lines if line.startswith(field)).split()[1])
 
 
 def outer_pid(bed: Bed, address: str, inner: int) -> int:
@@ -77,17 +77,17 @@ def measure(bed: Bed, args: argparse.Namespace, directory: str) -> list[dict[str
     for line in driver.stdout:
         if not line.startswith("@"):
             continue
-        told = json.loads(line[1:])
-        event = told.pop("event")
+        message = json.loads(line[1:])
+        event = message.pop("event")
         if event == "started":
-            num_bytes = told["num_bytes"]
-            memory = Memory({name: outer_pid(bed, *where) for name, where in told["pids"].items()})
+            num_bytes = message["num_bytes"]
+            memory = Memory({name: outer_pid(bed, *where) for name, where in message["pids"].items()})
         if event == "sync":
             before = [host.counters() for host in bed.hosts]
             memory.reset()
         if event == "synced":
             sent = [host.counters()[0] - then[0] for host, then in zip(bed.hosts, before, strict=True)]
-            row = told | {"sent_mb": [round(n / 1e6, 1) for n in sent], "growth_mib": memory.growth_mib()}
+            row = message | {"sent_mb": [round(n / 1e6, 1) for n in sent], "growth_mib": memory.growth_mib()}
             row |= {"model_mb": round(num_bytes / 1e6, 1)}
             rows.append({name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()})
             print(json.dumps(rows[-1]), flush=True)
@@ -127,8 +127,8 @@ def main() -> int:
         ("idle", [r for r in rows[1:] if not r["sampling"]]),
         ("sampling", [r for r in rows if r["sampling"]]),
     ):
-        for what in ("publish_s", "pull_s", "load_s"):
-            summary[f"{name}_{what}"] = round(median(row[what] for row in chosen), 3)
+        for part in ("publish_s", "pull_s", "load_s"):
+            summary[f"{name}_{part}"] = round(median(row[part] for row in chosen), 3)
         summary[f"{name}_ratio"] = round(median(row["pull_s"] for row in chosen) / stream_s, 2)
     print(json.dumps(summary))
     return 0

@@ -58,8 +58,8 @@ def config_of(layout: str, dim: int, layers: int, vocab_size: int, directory: st
     return config
 
 
-def tell(event: str, **what: Any) -> None:
-    print("@" + json.dumps({"event": event} | what), flush=True)
+def tell(event: str, **fields: Any) -> None:
+    print("@" + json.dumps({"event": event} | fields), flush=True)
     sys.stdin.readline()
 
 
@@ -131,11 +131,11 @@ async def one_sync(stack: Stack, sync: int, *, sampling: bool) -> None:
     pull_s = time.monotonic() - start
     during = 0.0 if busy is None else (busy.tokens - tokens) / pull_s
     stall_s = max(replica.stall_s for replica in stack.generator._replicas)
-    found = dict(publish_s=publish_s, pull_s=pull_s, load_s=stall_s)
+    figures = dict(publish_s=publish_s, pull_s=pull_s, load_s=stall_s)
     if busy is not None:
-        found |= dict(tokens_per_s=before, tokens_per_s_during=during)
+        figures |= dict(tokens_per_s=before, tokens_per_s_during=during)
         await busy.stop()
-    await asyncio.to_thread(tell, "synced", sync=sync, sampling=sampling, **found)
+    await asyncio.to_thread(tell, "synced", sync=sync, sampling=sampling, **figures)
 
 
 def main() -> None:

@@ -51,12 +51,12 @@ async def agent(task, endpoint):
     messages, earned = list(task.prompt), 0.0
     for _ in range(4):
         answer = await sdk.chat.completions.create(model=endpoint.model, messages=messages, tools=TOOLS, stop="]")
-        said = answer.choices[0].message
-        if not said.content.startswith("["):
-            return 1.0 if said.content.strip() == task.answer else earned
-        value = calculate(said.content[1:])
+        reply = answer.choices[0].message
+        if not reply.content.startswith("["):
+            return 1.0 if reply.content.strip() == task.answer else earned
+        value = calculate(reply.content[1:])
         earned = 0.2 if value == task.answer else earned
-        messages += [said, {"role": "tool", "tool_call_id": "0", "content": value}]
+        messages += [reply, {"role": "tool", "tool_call_id": "0", "content": value}]
     return earned
 
 

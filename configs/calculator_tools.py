@@ -58,11 +58,11 @@ async def agent(task, endpoint):
     messages, earned = list(task.prompt), 0.0
     for _ in range(3):
         answer = await sdk.chat.completions.create(model=endpoint.model, messages=messages, tools=TOOLS)
-        said = answer.choices[0].message
-        if not said.tool_calls:
-            return 1.0 if (said.content or "").strip() == task.answer else earned
-        messages.append(said)
-        for call in said.tool_calls:
+        reply = answer.choices[0].message
+        if not reply.tool_calls:
+            return 1.0 if (reply.content or "").strip() == task.answer else earned
+        messages.append(reply)
+        for call in reply.tool_calls:
             value = calculate(str(json.loads(call.function.arguments).get("e")))
             earned = 0.2 if value == task.answer else earned
             messages.append({"role": "tool", "tool_call_id": call.id, "content": value})

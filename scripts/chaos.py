@@ -146,11 +146,11 @@ def name(process: psutil.Process, output_dir: Path) -> str:
 def wait_until(condition, process: psutil.Popen) -> bool:
     """Waits until the condition holds or the process has ended; returns whether the condition holds."""
     end = time.monotonic() + WAITS_S
-    while not (held := condition()) and process.poll() is None:
+    while not (satisfied := condition()) and process.poll() is None:
         if time.monotonic() > end:
             raise RuntimeError(f"nothing happened for {WAITS_S:g} s; the run hangs")
         time.sleep(0.005)
-    return held
+    return satisfied
 
 
 def everything(process: psutil.Process) -> list[psutil.Process]:

@@ -99,20 +99,20 @@ def execute(check: Check, out: Path, tiny: bool, running: set[subprocess.Popen] 
         finally:
             _end(process)
             running.discard(process)
-    said: dict[str, Any] = {"status": "running", "values": {}, "problems": []}
+    outcome: dict[str, Any] = {"status": "running", "values": {}, "problems": []}
     if result_file.exists():
-        said = json.loads(result_file.read_text())
+        outcome = json.loads(result_file.read_text())
     if code is None:
-        said["status"] = "timed out"
-        said["problems"].append(
+        outcome["status"] = "timed out"
+        outcome["problems"].append(
             f"time_limit_s={check.time_limit_s}: it had not ended by then; see log/{check.name}.log"
         )
-    elif said["status"] == "running" or said["status"] == "passed" and code:
-        said["status"] = "crashed"
+    elif outcome["status"] == "running" or outcome["status"] == "passed" and code:
+        outcome["status"] = "crashed"
         lines = [line.strip() for line in log_file.read_text(errors="replace").splitlines() if line.strip()]
         last_line = f", which ends: {lines[-1][:200]}" if lines else ""
-        said["problems"].append(f"exit status {code} without a result; see log/{check.name}.log{last_line}")
-    return said | {"seconds": round(time.monotonic() - start, 1)}
+        outcome["problems"].append(f"exit status {code} without a result; see log/{check.name}.log{last_line}")
+    return outcome | {"seconds": round(time.monotonic() - start, 1)}
 
 
 def _end(process: subprocess.Popen) -> None:

@@ -45,8 +45,8 @@ def main(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="network_bed", description=__doc__.splitlines()[0])
     verbs = parser.add_subparsers(dest="what", required=True)
-    for what in ("stream", "quickstart", "fault", "faults"):
-        verb = verbs.add_parser(what)
+    for verb_name in ("stream", "quickstart", "fault", "faults"):
+        verb = verbs.add_parser(verb_name)
         verb.add_argument("--output-dir", default="", help="where the runs stay; default: a new temporary directory")
         verb.add_argument("--rate-mbit", type=float, default=0, help="of each host's link; 0: not limited")
         verb.add_argument("--delay-ms", type=float, default=0, help="one way between two hosts")
@@ -55,10 +55,10 @@ def _parser() -> argparse.ArgumentParser:
         verb.add_argument("--all-cores", action="store_true", help="every host may use all cores, not a share of them")
         verb.add_argument("--times", type=int, default=1, help="how often")
         verb.add_argument("--only", default="", help="faults by name, with commas between")
-        if what == "quickstart":
+        if verb_name == "quickstart":
             verb.add_argument("--layout", default="over-both", choices=LAYOUTS)
             verb.add_argument("--door", default="torchrun", choices=DOORS)
-        if what == "fault":
+        if verb_name == "fault":
             verb.add_argument("name", choices=FAULTS)
     return parser
 

@@ -224,7 +224,7 @@ def training() -> list[list[str]]:
             for device in DEVICES:
                 seconds = training_seconds(shape, checkpoint, traffic, device)
                 layout = f"{flavor}, 1 x {TOKENS} tokens, {checkpoint}, bfloat16, full parameters"
-                found = [
+                battery_rows = [
                     rows.get(name, {}) if device.name == "H100" else {} for name in (layout, layout + ", compiled")
                 ]
                 parts = (seconds.products, seconds.again, seconds.logits, seconds.between, seconds.optimizer)
@@ -241,7 +241,7 @@ def training() -> list[list[str]]:
                         *("" if part is None else f"{1e3 * part:.1f}" for part in parts),
                         *(f"{ceiling:.2f}" for ceiling in ceilings),
                         *[""] * (3 - len(ceilings)),
-                        *(f"{row['mfu']:.2f}" if row else "" for row in found),
+                        *(f"{row['mfu']:.2f}" if row else "" for row in battery_rows),
                     ]
                 )
     return table

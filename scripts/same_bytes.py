@@ -95,20 +95,20 @@ def busy(count: int):
 def compare(first: Path, second: Path) -> int:
     """Prints where metrics and rollouts first differ, or that none does. Returns the exit status."""
     names, num_lines, same = set(), 0, True
-    for what, rows in (("metrics.jsonl", metrics), ("rollouts", rollouts)):
-        lines, others = rows(first), rows(second)
-        if what == "rollouts" and lines and others:  # versions of the package may record more or fewer columns
-            both = lines[0].keys() & others[0].keys() - {"seconds", "turn_seconds"}
-            lines, others = ([{k: row[k] for k in both} for row in of_run] for of_run in (lines, others))
+    for part, rows in (("metrics.jsonl", metrics), ("rollouts", rollouts)):
+        lines, other_lines = rows(first), rows(second)
+        if part == "rollouts" and lines and other_lines:  # versions of the package may record more or fewer columns
+            both = lines[0].keys() & other_lines[0].keys() - {"seconds", "turn_seconds"}
+            lines, other_lines = ([{k: row[k] for k in both} for row in of_run] for of_run in (lines, other_lines))
         names, num_lines = names.union(*lines), num_lines + len(lines)
-        differing = (i for i, (a, b) in enumerate(zip(lines, others)) if a != b)
+        differing = (i for i, (a, b) in enumerate(zip(lines, other_lines)) if a != b)
         if (i := next(differing, None)) is not None:
-            keys = [key for key in lines[i] | others[i] if lines[i].get(key) != others[i].get(key)]
-            shown = "; ".join(f"{key} {lines[i].get(key)} and {others[i].get(key)}" for key in keys)
-            print(f"{what}: first differs in line {i + 1}: {shown}")
+            keys = [key for key in lines[i] | other_lines[i] if lines[i].get(key) != other_lines[i].get(key)]
+            shown = "; ".join(f"{key} {lines[i].get(key)} and {other_lines[i].get(key)}" for key in keys)
+            print(f"{part}: first differs in line {i + 1}: {shown}")
             same = False
-        elif len(lines) != len(others):
-            print(f"{what}: has {len(lines)} lines in the first run and {len(others)} in the second")
+        elif len(lines) != len(other_lines):
+            print(f"{part}: has {len(lines)} lines in the first run and {len(other_lines)} in the second")
             same = False
     if same:
         print(f"identical: {len(names)} columns, {num_lines} lines")

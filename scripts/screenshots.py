@@ -38,12 +38,12 @@ def main() -> None:
     command = [sys.executable, "-m", "torchtitan_rl.cli", "view", *runs, "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server, sync_playwright() as playwright:
         try:
-            found = re.search(r"http://[\d.:]+", server.stdout.readline())
+            match = re.search(r"http://[\d.:]+", server.stdout.readline())
             chromium = playwright.chromium.launch(
                 executable_path=shutil.which("chromium"), args=["--no-sandbox"] if os.geteuid() == 0 else []
             )
             for picture, (scheme, address) in pictures.items():
-                page = chromium.new_page(viewport=SIZE, color_scheme=scheme, base_url=found[0])
+                page = chromium.new_page(viewport=SIZE, color_scheme=scheme, base_url=match[0])
                 page.goto(address)
                 if picture == "view-rollout":
                     page.locator("tbody a").first.click()

@@ -18,7 +18,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parents[1] / "torchtitan_rl"
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "torchtitan_rl"
+FOLDERS = ("benchmarks", "configs", "environments", "scripts")
+"""Further folders whose names are looked at."""
 
 SHAPES = {
     "__init__": "packages",
@@ -62,10 +65,10 @@ def main() -> int:
     modules = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
     faults = [*repeated_names(modules), *single_subclasses(modules)]
     for path, tree in modules.items():
-        place = path.relative_to(PACKAGE.parent)
-        faults += [
-            f"{place}:{line}: {text}" for line, text in [*replaced_functions(path, tree), *vague_names(path, tree)]
-        ]
+        faults += [f"{path.relative_to(ROOT)}:{line}: {text}" for line, text in replaced_functions(path, tree)]
+    read_by_users = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+    for path, tree in [*modules.items(), *((path, ast.parse(path.read_text())) for path in read_by_users)]:
+        faults += [f"{path.relative_to(ROOT)}:{line}: {text}" for line, text in vague_names(path, tree)]
     print(*faults, sep="\n" if faults else "")
     print(f"structure: {len(modules)} modules, {len(faults)} faults")
     return 1 if faults else 0
@@ -94,7 +97,7 @@ def single_subclasses(modules: dict[Path, ast.Module]) -> Iterator[str]:
         if not isinstance(node, ast.ClassDef) or subclasses[node.name] != 1 or node.name in used:
             continue
         if "users subclass" not in (ast.get_docstring(node) or "").lower():
-            place = path.relative_to(PACKAGE.parent)
+            place = path.relative_to(ROOT)
             yield f"{place}:{node.lineno}: {node.name}: has one subclass; make the two one class, or say that users do"
 
 

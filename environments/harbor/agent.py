@@ -6,10 +6,10 @@ import sys
 import urllib.request
 from pathlib import Path
 
-said = {"role": "user", "content": f"{sys.argv[-1]} {Path('word.txt').read_text()}"}
+message = {"role": "user", "content": f"{sys.argv[-1]} {Path('word.txt').read_text()}"}
 request = urllib.request.Request(
     os.environ["OPENAI_BASE_URL"] + "/chat/completions",
-    json.dumps({"model": os.environ["OPENAI_MODEL"], "messages": [said]}).encode(),
+    json.dumps({"model": os.environ["OPENAI_MODEL"], "messages": [message]}).encode(),
     {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"},
 )
 answer = json.load(urllib.request.urlopen(request))

@@ -75,13 +75,13 @@ def recipe_prompt() -> tuple[list[Message], str]:
     """
     source = Path(importlib.util.find_spec("tinker_cookbook").origin).parent / "recipes" / "rl_loop.py"
     names = ("question_suffix", "convo_prefix")
-    found: dict[str, Any] = {}
+    namespace: dict[str, Any] = {}
     for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id in names:
-            exec(compile(ast.Module([node], []), str(source), "exec"), found)
-    if missing := [name for name in names if name not in found]:
+            exec(compile(ast.Module([node], []), str(source), "exec"), namespace)
+    if missing := [name for name in names if name not in namespace]:
         raise ValueError(f"tinker_cookbook: its rl_loop has no {' and no '.join(missing)}; install version 0.5.8")
-    return found["convo_prefix"], found["question_suffix"]
+    return namespace["convo_prefix"], namespace["question_suffix"]
 
 
 def question(holding: Holding) -> str:
@@ -118,9 +118,9 @@ def write_rows(file: Path, rows: Iterable[dict[str, Any]]) -> None:
 def warm_start_rows(rng: random.Random, prefix: list[Message], suffix: str) -> Iterable[dict[str, Any]]:
     """What the base imitates: the right answer in one of `FORMS`; one prompt in four begins as those of rl_loop."""
     for holding in all_holdings():
-        asked = {"role": "user", "content": question(holding) + suffix}
+        prompt_text = {"role": "user", "content": question(holding) + suffix}
         form = rng.choices(list(FORMS), weights=list(FORMS.values()))[0]
-        messages = [*prefix, asked] if rng.random() < 0.25 else [asked]
+        messages = [*prefix, prompt_text] if rng.random() < 0.25 else [prompt_text]
         yield {"prompt": messages, "answer": boxed(right(holding)), "demonstration": form.format(right(holding))}
 
 
@@ -128,9 +128,9 @@ def supervised_rows(holdings: list[Holding], suffix: str) -> Iterable[dict[str, 
     """The columns of HuggingFaceH4/no_robots, and the one of allenai/tulu-3-sft-mixture that is read. The answer is
     always in a box."""
     for i, holding in enumerate(holdings):
-        asked = question(holding) + suffix
-        messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": boxed(right(holding))}]
-        yield {"prompt": asked, "prompt_id": str(i), "messages": messages, "category": "Closed QA"}
+        prompt_text = question(holding) + suffix
+        messages = [{"role": "user", "content": prompt_text}, {"role": "assistant", "content": boxed(right(holding))}]
+        yield {"prompt": prompt_text, "prompt_id": str(i), "messages": messages, "category": "Closed QA"}
 
 
 def gsm8k_rows(holdings: list[Holding]) -> Iterable[dict[str, str]]:
@@ -148,8 +148,8 @@ def deepmath_rows(holdings: list[Holding], suffix: str) -> Iterable[dict[str, st
 def preference_rows(holdings: list[Holding], suffix: str) -> Iterable[dict[str, str]]:
     """The columns of Anthropic/hh-rlhf: two conversations that differ in the last message."""
     for holding in holdings:
-        asked = f"\n\nHuman: {question(holding)}{suffix}\n\nAssistant: "
-        yield {"chosen": asked + boxed(right(holding)), "rejected": asked + boxed(1 - right(holding))}
+        prompt_text = f"\n\nHuman: {question(holding)}{suffix}\n\nAssistant: "
+        yield {"chosen": prompt_text + boxed(right(holding)), "rejected": prompt_text + boxed(1 - right(holding))}
 
 
 def write_tokenizer(directory: Path, texts: list[str]) -> int:

@@ -81,9 +81,9 @@ def check(result: Result, args: argparse.Namespace) -> None:
         for kind, dtype in kinds:
             bound = BOUNDS[device, dtype]
             where = f"{kind}, {str(dtype).removeprefix('torch.')}, head size {head_dim}"
-            found = errors(kind, dtype, head_dim, lengths, device)
-            result.note(**{where: {name: float(f"{error:.2e}") for name, error in found.items()}})
-            for name, error in found.items():  # a NaN is above every bound
+            error_of = errors(kind, dtype, head_dim, lengths, device)
+            result.note(**{where: {name: float(f"{error:.2e}") for name, error in error_of.items()}})
+            for name, error in error_of.items():  # a NaN is above every bound
                 result.require(error <= bound, f"{where}: the {name} is off by {error:.1e}, more than {bound:g}")
 
 

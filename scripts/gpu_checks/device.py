@@ -25,9 +25,9 @@ _PEAK_BF16 = {
 _FIELDS = ("name", "driver_version", "compute_cap", "memory.total", "memory.used")
 
 
-def _query(what: str, fields: tuple[str, ...]) -> list[list[str]]:
+def _query(kind: str, fields: tuple[str, ...]) -> list[list[str]]:
     """Rows of `nvidia-smi --query-WHAT`; none where there is no driver."""
-    command = ["nvidia-smi", f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", f"--query-{kind}={','.join(fields)}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except (FileNotFoundError, subprocess.TimeoutExpired):
@@ -45,11 +45,11 @@ def gpus() -> list[dict[str, str]]:
 def process_memory() -> dict[int, int]:
     """MiB of device memory by process id, summed over GPUs. A container may hide process ids: then it is empty or
     names ids of the host."""
-    held: dict[int, int] = {}
+    used_mib: dict[int, int] = {}
     for pid, used in _query("compute-apps", ("pid", "used_memory")):
         if pid.isdigit() and used.isdigit():
-            held[int(pid)] = held.get(int(pid), 0) + int(used)
-    return held
+            used_mib[int(pid)] = used_mib.get(int(pid), 0) + int(used)
+    return used_mib
 
 
 class PeakMemory:

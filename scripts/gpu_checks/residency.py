@@ -28,7 +28,7 @@ async def measure(result: Result, config: RunConfig) -> None:
     shape = resolve_shape(config.model)
     config.output_dir = result.run_directory()
     async with await Controller.launch(config) as controller:
-        data, held = random_datums(16), {}
+        data, used_with = random_datums(16), {}
 
         async def sample():
             await controller.generator.sample([20, 31, 27], SamplingParams(max_tokens=4, seed=0))
@@ -38,21 +38,21 @@ async def measure(result: Result, config: RunConfig) -> None:
         await controller.trainer.optim_step(OptimParams(lr=0.0))  # makes the optimizer's state
         await controller.trainer.forward_backward(data, importance_sampling)
         (resident,) = await controller.trainer.residency()
-        held["trainer"] = used_bytes()
+        used_with["trainer"] = used_bytes()
         await controller.placement.evict("policy")
-        held["nobody"] = used_bytes()
+        used_with["nobody"] = used_bytes()
         await sample()
-        held["generator"] = used_bytes()
+        used_with["generator"] = used_bytes()
         await controller.trainer.forward(data)
-        held["model alone"] = used_bytes()
-    result.note(used_gib={name: round(size / 2**30, 2) for name, size in held.items()}, resident_bytes=resident)
+        used_with["model alone"] = used_bytes()
+    result.note(used_gib={name: round(size / 2**30, 2) for name, size in used_with.items()}, resident_bytes=resident)
     expected = {
         "trainer": resident["model"] + resident["gradients"],
         "generator": 2 * shape.num_parameters + int(config.generator.kv_cache_gib * 2**30),
         "model alone": resident["model"],
     }
     for name, size in expected.items():
-        freed = held[name] - held["nobody"]
+        freed = used_with[name] - used_with["nobody"]
         result.require(
             freed >= MIN_FREED * size,
             f"{name}: frees {freed / 2**30:.2f} GiB when it leaves the device, and has {size / 2**30:.2f} GiB there",

@@ -56,12 +56,12 @@ def difference(one: dict, other: dict) -> tuple[float, float]:
     """(share of completions with the same tokens, largest difference of log-probabilities before the first token that
     differs)."""
     same, largest = 0, 0.0
-    for mine, theirs, logprobs, others in zip(
+    for mine, theirs, logprobs, their_logprobs in zip(
         one["tokens"], other["tokens"], one["logprobs"], other["logprobs"], strict=True
     ):
         equal = next((i for i, (a, b) in enumerate(zip(mine, theirs)) if a != b), len(mine))
         same += equal == len(mine) == len(theirs)
-        largest = max([largest, *(abs(a - b) for a, b in zip(logprobs[:equal], others[:equal]))])
+        largest = max([largest, *(abs(a - b) for a, b in zip(logprobs[:equal], their_logprobs[:equal]))])
     return same / len(one["tokens"]), largest
 
 
@@ -70,7 +70,7 @@ def check(result: Result, args: argparse.Namespace) -> None:
     if args.model_runner:
         result.note(**sample(generator(args.model_runner, args.tiny), args.tiny))
         return
-    found: dict[str, dict] = {}
+    measured: dict[str, dict] = {}
     with tempfile.TemporaryDirectory(prefix="torchtitan-rl-") as directory:
         for name in RUNNERS:
             file = Path(directory) / f"{name}.json"
@@ -93,12 +93,12 @@ def check(result: Result, args: argparse.Namespace) -> None:
             for problem in written["problems"]:
                 result.require(False, f"{name}: {problem}")
             if written.get("status") == "passed":
-                found[name] = written["values"]
-                result.note(**{name: {key: found[name][key] for key in ("runner", "tokens_per_s")}})
-    if len(found) == len(RUNNERS):
-        same, largest = difference(*found.values())
+                measured[name] = written["values"]
+                result.note(**{name: {key: measured[name][key] for key in ("runner", "tokens_per_s")}})
+    if len(measured) == len(RUNNERS):
+        same, largest = difference(*measured.values())
         result.note(same_completions=same, logprob_difference_max=float(f"{largest:.2e}"))
-        result.require(found["v1"]["runner"] != found["v2"]["runner"], "v1 and v2: the same runner ran for both")
+        result.require(measured["v1"]["runner"] != measured["v2"]["runner"], "v1 and v2: the same runner ran for both")
         result.require(largest <= MAX_DIFFERENCE, f"log-probabilities: differ by {largest:.2g} on the same tokens")
 
 

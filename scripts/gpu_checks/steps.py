@@ -39,12 +39,12 @@ def costs(line: dict, shape: DecoderShape, device_name: str) -> dict[str, float]
     """What a step took: seconds by stage, tokens per second of the stage that made or trained them, and where the
     device's peak is known the share of it that training used (prompts, recomputation and optimizer not counted)."""
     train_s = line["time/forward_backward_s"] + line["time/optim_s"]
-    found = {name: line[metric] for metric, name in SHOWN.items()}
-    found["train_s"], found["tokens_trained_per_s"] = train_s, line["tokens/trained"] / train_s
+    figures = {name: line[metric] for metric, name in SHOWN.items()}
+    figures["train_s"], figures["tokens_trained_per_s"] = train_s, line["tokens/trained"] / train_s
     if peak := peak_bf16_flops(device_name):
         flops = model_flops(shape, line["tokens/trained"], line["completion/length_mean"])
-        found["mfu_of_train"], found["mfu_of_step"] = flops / train_s / peak, flops / line["time/step_s"] / peak
-    return {name: float(f"{value:.4g}") for name, value in found.items()}
+        figures["mfu_of_train"], figures["mfu_of_step"] = flops / train_s / peak, flops / line["time/step_s"] / peak
+    return {name: float(f"{value:.4g}") for name, value in figures.items()}
 
 
 async def train(result: Result, config: RunConfig, *, whole: bool, local: bool) -> list[dict]:
@@ -60,7 +60,7 @@ async def train(result: Result, config: RunConfig, *, whole: bool, local: bool) 
             try:
                 if whole:
                     report = await controller.train()
-                    accuracies = {name: float(f"{found.accuracy:.4g}") for name, found in report.items()}
+                    accuracies = {name: float(f"{evaluation.accuracy:.4g}") for name, evaluation in report.items()}
                     result.note(accuracies=accuracies)
                     result.require(
                         accuracies["test"] >= MIN_ACCURACY,

@@ -18,8 +18,8 @@ class _Outcomes:
     def pytest_runtest_logreport(self, report) -> None:
         self.seconds[report.nodeid] = round(self.seconds.get(report.nodeid, 0.0) + report.duration, 1)
         if report.failed:
-            said = str(getattr(report.longrepr, "reprcrash", None) or report.longrepr).splitlines()[0]
-            self.result.require(False, f"{report.nodeid} ({report.when}): {said[:300]}")
+            first_line = str(getattr(report.longrepr, "reprcrash", None) or report.longrepr).splitlines()[0]
+            self.result.require(False, f"{report.nodeid} ({report.when}): {first_line[:300]}")
         if report.failed or report.skipped or report.when == "call":
             self.counts[report.outcome] += 1
             longest = dict(sorted(self.seconds.items(), key=lambda item: -item[1])[:5])
