@@ -54,6 +54,16 @@ def test_scripts_and_configs_that_a_page_names_exist(page):
     assert [path for path in paths if not (ROOT / path).exists() and path != "configs/NAME.py"] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_a_page_places_in_a_file_is_there(page):
+    text = " ".join(page.read_text().split())
+    file = r"`((?:torchtitan_rl|tests|benchmarks|scripts)/[\w/]+\.py)`"
+    placed = [(name, file) for name, file in re.findall(rf"`([\w.]+)`(?: [\w,]+){{0,3}} in {file}", text)]
+    placed += [(name, file) for file, name in re.findall(rf"{file}, (?:class|function) `([\w.]+)`", text)]
+    missing = [place for place in placed if place[0].split(".")[-1] not in (ROOT / place[1]).read_text()]
+    assert not missing
+
+
 def test_the_index_names_every_page():
     linked = set(re.findall(r"\]\(([\w./]+?)(?:#[^)]*)?\)", (ROOT / "docs" / "README.md").read_text()))
     pages = {

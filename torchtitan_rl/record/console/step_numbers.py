@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.table import Table
 
@@ -13,28 +13,34 @@ from torchtitan_rl.metrics import PHASES
 __all__ = ["LiveTable", "step_line"]
 
 _RECENT = 10
+
+
+class _Column(NamedTuple):
+    title: str
+    metric: str
+    form: str
+    in_line: bool = True
+    """Whether the line of a batch has it too; the table has every column."""
+
+
 _COLUMNS = (
-    ("loss", "loss/mean", ".3f"),
-    ("reward", "reward/mean", ".3f"),
-    ("no signal", "reward/zero_std_frac", ".0%"),
-    ("accuracy", "eval/accuracy", ".3f"),
-    ("entropy", "policy/entropy", ".3f"),
-    ("clipped", "policy/clip_frac", ".1%"),
-    ("length", "completion/length_mean", ".1f"),
-    ("grad", "optim/grad_norm", ".2f"),
-    ("kl", "mismatch/kl", ".1e"),
-    ("s/step", "time/step_s", ".2f"),
+    _Column("loss", "loss/mean", ".3f", in_line=False),
+    _Column("reward", "reward/mean", ".3f"),
+    _Column("no signal", "reward/zero_std_frac", ".0%"),
+    _Column("accuracy", "eval/accuracy", ".3f", in_line=False),
+    _Column("entropy", "policy/entropy", ".3f"),
+    _Column("clipped", "policy/clip_frac", ".1%", in_line=False),
+    _Column("length", "completion/length_mean", ".1f"),
+    _Column("grad", "optim/grad_norm", ".2f"),
+    _Column("kl", "mismatch/kl", ".1e"),
+    _Column("s/step", "time/step_s", ".2f", in_line=False),
 )
 
 
 def step_line(line: dict[str, Any], num_steps: int) -> str:
     """The metrics of a batch as one line of text."""
-    return (
-        f"step {line['step']:>4}/{num_steps}  reward {line['reward/mean']:.3f}  "
-        f"no signal {line['reward/zero_std_frac']:.0%}  "
-        f"entropy {line['policy/entropy']:.3f}  length {line['completion/length_mean']:.1f}  "
-        f"grad {line['optim/grad_norm']:.2f}  kl {line['mismatch/kl']:.1e}  {line['time/step_s']:.2f} s"
-    )
+    numbers = (f"{title} {line[metric]:{form}}  " for title, metric, form, in_line in _COLUMNS if in_line)
+    return f"step {line['step']:>4}/{num_steps}  {''.join(numbers)}{line['time/step_s']:.2f} s"
 
 
 class LiveTable:
@@ -58,7 +64,7 @@ class LiveTable:
                 self._phase, accuracy = line["phase"], self._recent.get("eval/accuracy")
                 self._first = {name: value for name, value in self._first.items() if name == "eval/accuracy"}
                 self._recent = {} if accuracy is None else {"eval/accuracy": accuracy}
-            names = [name for _, name, _ in _COLUMNS if not name.startswith("eval/")]
+            names = [column.metric for column in _COLUMNS if not column.metric.startswith("eval/")]
         else:
             return
         for name in names:
@@ -71,15 +77,15 @@ class LiveTable:
 
     def __rich__(self) -> Table:
         hidden = "loss/mean" if "reward/mean" in self._recent else ""  # a surrogate's value says little
-        columns = [column for column in _COLUMNS if column[1] in self._recent and column[1] != hidden]
+        columns = [column for column in _COLUMNS if column.metric in self._recent and column.metric != hidden]
         table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
         table.add_column("")
-        for title, _, _ in columns:
-            table.add_column(title, justify="right", no_wrap=True)
+        for column in columns:
+            table.add_column(column.title, justify="right", no_wrap=True)
         for row, value in (
             ("first", lambda name: self._first[name]),
             (f"last {_RECENT}", lambda name: fmean(self._recent[name])),
             ("now", lambda name: self._recent[name][-1]),
         ):
-            table.add_row(row, *(format(value(name), form) for _, name, form in columns))
+            table.add_row(row, *(format(value(column.metric), column.form) for column in columns))
         return table
