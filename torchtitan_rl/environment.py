@@ -65,8 +65,10 @@ def default_environment() -> dict[str, str]:
     if has_nvidia_driver():
         return _DEFAULTS | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # NVML's order: NVML and CUDA number GPUs alike
     # Without a GPU processes share the cores, and a waiting thread that spins takes cores from other processes. Some 50
-    # microseconds of spinning are less than sleeping and waking cost between the small operators of an engine step.
-    return _DEFAULTS | {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}
+    # microseconds of spinning are less than sleeping and waking cost between the small operators of an engine step. Not
+    # "passive": libgomp lets no thread spin then, whatever the count, in a process where a second thread has called an
+    # operator, because such a process has more threads than cores. Engines in bfloat16 are such processes.
+    return _DEFAULTS | {"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": "1000"}
 
 
 def prepare_environment() -> None:
