@@ -1,13 +1,15 @@
 """Which files one process runs where several share them (`--dist loadfile`, as scripts/test.sh asks for), no time
 limit for an example of hypothesis, and processes that start as forks.
 
-The package is imported before a test imports torch, as OpenMP reads its wait policy when it is loaded: two processes
-whose waiting threads spin slow each other many times."""
+OpenMP reads its wait policy when torch is loaded, so it is set before any import. Processes of tests share the cores
+with each other: their waiting threads sleep, where those of a run spin for a moment."""
 
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 from hypothesis import settings
