@@ -131,7 +131,8 @@ def test_sandboxes_run_on_every_host_a_lost_one_is_named_and_a_killed_controller
     below = run.until_open(4)
     run.controller.kill()
     assert all(gone(each.pid, within_s=30) for each in below)
-    assert run.workers[1].is_running() and all(gone(child.pid) for child in run.workers[1].children())
+    assert run.workers[1].is_running()
+    assert all(gone(child.pid, within_s=30) for child in run.workers[1].children())
 
 
 @pytest.mark.slow
