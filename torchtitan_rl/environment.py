@@ -67,7 +67,7 @@ def default_environment() -> dict[str, str]:
     # Without a GPU processes share the cores, and a waiting thread that spins takes cores from other processes. Some 50
     # microseconds of spinning are less than sleeping and waking cost between the small operators of an engine step. Not
     # "passive": libgomp lets no thread spin then, whatever the count, in a process where a second thread has called an
-    # operator, because such a process has more threads than cores. Engines in bfloat16 are such processes.
+    # operator, because such a process has more threads than cores. Engines in bfloat16 behave as such processes do.
     return _DEFAULTS | {"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": "1000"}
 
 
