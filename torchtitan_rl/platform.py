@@ -87,10 +87,13 @@ def head_dims() -> tuple[int, ...]:
     return () if device_type() == "cuda" else (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
-def packs_matrices() -> bool:
+def packs_matrices(dtype: torch.dtype) -> bool:
     """Whether a generator multiplies by packed copies of its matrices: on a CPU a product of a few rows takes oneDNN a
-    half to a quarter of the time then. The copies take as much memory as the matrices."""
-    return device_type() == "cpu"
+    half to a quarter of the time then. The copies take as much memory as the matrices. oneDNN multiplies matrices of
+    bfloat16 on processors with AVX-512 (or Arm's instructions for it) alone."""
+    if device_type() != "cpu":
+        return False
+    return dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def missing_compiler() -> str:

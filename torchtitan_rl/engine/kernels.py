@@ -330,8 +330,9 @@ def changed(config: Module.Config, config_class: type[Module.Config], **changes:
 
 
 def pack_matrices(model: torch.nn.Module) -> None:
-    """Packs the matrices of a model whose parameters have changed, where the platform packs."""
-    if platform.packs_matrices() and ops._supports_onednn:  # a build without oneDNN multiplies by plain matrices
+    """Packs the matrices of a model whose parameters have changed, where the platform packs matrices of their dtype."""
+    dtype = next(parameter.dtype for parameter in model.parameters())
+    if platform.packs_matrices(dtype) and ops._supports_onednn:  # a build without oneDNN multiplies by plain matrices
         packing = PackedLinear | PackedFeedForward | SplitQKVLinear
         layers = [module for module in model.modules() if isinstance(module, packing)]
         layers.sort(key=lambda layer: -sum(parameter.numel() for parameter in layer.parameters()))

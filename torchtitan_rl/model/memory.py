@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
+import torch
+
 from torchtitan_rl import platform
 from torchtitan_rl.config.meshes import GeneratorConfig, LoRAConfig, TrainerConfig
 from torchtitan_rl.config.run import COLOCATION, RunConfig
@@ -213,7 +215,8 @@ def generator_parts(config: GeneratorConfig, shape: DecoderShape, device: str = 
         feed_forward = shape.experts.top_k * (3 * shape.hidden_dim + 2 * shape.dim)
     per_token = 4 * shape.dim + 2 * (heads + 2 * kv_heads) + feed_forward
     packed = {}
-    if device == "cpu" and config.model_impl == "torchtitan":
+    packs = device == "cpu" and platform.packs_matrices(getattr(torch, config.dtype))
+    if packs and config.model_impl == "torchtitan":
         num_experts = 0 if shape.experts is None else shape.experts.num_experts
         experts = shape.num_mixture_layers * num_experts * 3 * shape.dim * shape.hidden_dim
         packed["packed"] = dtype * ((shape.num_parameters - whole - experts) // tensor_parallel)

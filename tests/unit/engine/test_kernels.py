@@ -123,6 +123,17 @@ def test_a_packed_matrix_is_packed_again_after_a_change():
         assert_equal_up_to_rounding(fast(torch.ones(2, 32)), plain(torch.ones(2, 32)))
 
 
+def test_on_a_processor_without_packed_products_of_bfloat16_matrices_stay_plain(monkeypatch):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    monkeypatch.setattr(kernels.ops, "create_onednn_mm", None)
+    plain, fast = built(Linear.Config(in_features=32, out_features=32), torch.bfloat16)
+    with torch.inference_mode():
+        kernels.pack_matrices(fast)
+        rows = torch.randn(3, 32, dtype=torch.bfloat16)
+        assert torch.equal(fast(rows), plain(rows))
+    assert platform.packs_matrices(torch.float32)
+
+
 def feed_forward(bias):
     inner, outer = (Linear.Config(in_features=a, out_features=b, bias=bias) for a, b in ((48, 80), (80, 48)))
     return FeedForward.Config(w1=inner, w2=outer, w3=inner)
@@ -173,6 +184,8 @@ def test_heads_whose_pairs_stand_apart_are_rotated_as_torchtitan_rotates_pairs(d
     with torch.inference_mode():
         assert not fast.pairs_are_apart, "before it is packed, it is torchtitan's"
         kernels.pack_matrices(fast)
+        if not platform.packs_matrices(dtype):
+            pytest.skip(f"this processor multiplies no packed matrices of {dtype}")
         assert fast.pairs_are_apart
         query, key, value = fast.flat(rows[0])
         rotated = apart.rotate_apart(query, key, positions[0], 16)
