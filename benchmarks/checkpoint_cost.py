@@ -25,7 +25,7 @@ import torch
 import torchtitan_rl.config as rl
 from torchtitan_rl import platform
 from torchtitan_rl.algorithm.losses import cross_entropy
-from torchtitan_rl.dispatch.training_client import TrainingClient
+from torchtitan_rl.dispatch.mesh_training_client import MeshTrainingClient
 from torchtitan_rl.launch.local import LocalLauncher
 from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.types import Datum, OptimParams
@@ -55,7 +55,7 @@ async def measure(model: rl.ModelConfig, checkpoints: int, directory: Path) -> l
     launcher = LocalLauncher(log_dir=str(directory / "logs"), start_timeout_s=600, call_timeout_s=3600)
     vocab_size = resolve_shape(model).vocab_size
     mesh: Any = await launcher.start_trainer(rl.TrainerConfig(), model, role="policy", seed=0)
-    client = TrainingClient(
+    client = MeshTrainingClient(
         mesh, max_tokens_per_microbatch=64, max_datum_tokens=64, temperature=1.0, vocab_size=vocab_size
     )  # fmt: skip
     ones = torch.ones(15)

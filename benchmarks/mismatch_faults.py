@@ -203,14 +203,14 @@ def kept_cache() -> Patches:
 
 def trainer_temperature() -> Patches:
     """The trainer divides logits by 1.2 times the temperature."""
-    from torchtitan_rl.dispatch.training_client import TrainingClient
+    from torchtitan_rl.dispatch.mesh_training_client import MeshTrainingClient
 
-    init = TrainingClient.__init__
+    init = MeshTrainingClient.__init__
 
     def warmer(self, mesh, *, temperature, **named):
         init(self, mesh, temperature=1.2 * temperature, **named)
 
-    yield patch.object(TrainingClient, "__init__", warmer)
+    yield patch.object(MeshTrainingClient, "__init__", warmer)
 
 
 def _completions(change: Callable[[Any], Any]) -> Any:

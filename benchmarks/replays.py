@@ -31,6 +31,7 @@ from benchmarks import replays
 from torchtitan_rl.actors.operations import WorkerProcess
 from torchtitan_rl.config.load import load_config
 from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.dispatch.mesh_sampling_client import MeshSamplingClient
 from torchtitan_rl.dispatch.role_mesh import WorkerLost
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.tasks.letter_sort import partial_credit
@@ -97,12 +98,13 @@ async def rescale(controller: Controller, draw: random.Random, done: list[str]) 
 
 
 async def disturb(controller: Controller, draw: random.Random, done: list[str], *, kill: bool) -> None:
-    steps, victim = controller.config.controller.num_steps, draw.randrange(3)
+    steps, victim, generator = controller.config.controller.num_steps, draw.randrange(3), controller.generator
+    assert isinstance(generator, MeshSamplingClient)
     for number, step in enumerate(sorted(draw.randrange(steps) for _ in range(3))):
         while controller.state.phase != "reinforcement" or controller.state.step < step:
             await asyncio.sleep(0.02)
         await asyncio.sleep(draw.uniform(0.0, 0.3))
-        replica = draw.choice(controller.generator._replicas)
+        replica = draw.choice(generator._replicas)
         with suppress(WorkerLost, ProcessLookupError, TimeoutError):  # it was killed before, and starts again
             (pid,) = await asyncio.wait_for(replica.mesh.call_each(WorkerProcess.pid), 5.0)
             if kill and number == victim:

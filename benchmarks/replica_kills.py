@@ -29,6 +29,7 @@ from scipy.stats import ks_2samp
 
 from torchtitan_rl.actors.operations import WorkerProcess
 from torchtitan_rl.config.load import load_config
+from torchtitan_rl.dispatch.mesh_sampling_client import MeshSamplingClient
 from torchtitan_rl.dispatch.replica import Replica
 from torchtitan_rl.record.attempts import read_rollouts
 from torchtitan_rl.record.run_dir import RunDir
@@ -57,7 +58,9 @@ class Recoveries:
         Replica.sample = noted  # type: ignore[assignment]
 
     async def run(self) -> None:
-        replicas = self.controller.generator._replicas
+        generator = self.controller.generator
+        assert isinstance(generator, MeshSamplingClient)
+        replicas = generator._replicas
         while self.controller.state.phase != "reinforcement" or self.controller.state.step < 2:
             await asyncio.sleep(0.1)
         for number in range(self.kills):

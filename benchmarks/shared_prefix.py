@@ -24,8 +24,8 @@ import torch
 import torchtitan_rl.config as rl
 from torchtitan_rl.algorithm import presets
 from torchtitan_rl.algorithm.objective import policy_objective
+from torchtitan_rl.dispatch.mesh_training_client import MeshTrainingClient
 from torchtitan_rl.dispatch.shared_plan import PrefixCost, plan_siblings, prefix_cost
-from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.launch.actors import ActorLauncher
 from torchtitan_rl.tools.bench.workload import SHAPES
 from torchtitan_rl.types import Datum
@@ -78,7 +78,7 @@ async def measure(args: argparse.Namespace) -> dict:
     try:
         mesh = await launcher.start_trainer(config, rl.ModelConfig(shape=shape), role="policy", seed=0)
         clients = {
-            side: TrainingClient(
+            side: MeshTrainingClient(
                 mesh,
                 max_tokens_per_microbatch=args.max_tokens,
                 max_datum_tokens=config.training.seq_len,

@@ -18,6 +18,8 @@ from tests.integration.helpers import random_datums
 from torchtitan_rl.actors.operations import WorkerProcess
 from torchtitan_rl.algorithm.losses import cross_entropy
 from torchtitan_rl.config.load import load_config
+from torchtitan_rl.dispatch.mesh_sampling_client import MeshSamplingClient
+from torchtitan_rl.dispatch.mesh_training_client import MeshTrainingClient
 from torchtitan_rl.launch.attach import attach
 from torchtitan_rl.launch.backend import Stack
 from torchtitan_rl.launch.choice import ActorBackend
@@ -92,8 +94,9 @@ async def drive(args: argparse.Namespace) -> None:
         write_model_dir(model_dir, shape, assets_dir(config.model), eos=1, pad=0)
         stack = await launcher.start(config, model_dir, eos=1)
         await step(stack)  # the optimizer's state exists from here on
-        meshes = {"policy": stack.roles["policy"]._mesh}
-        meshes |= {replica.mesh.role: replica.mesh for replica in stack.generator._replicas}
+        policy, generator = stack.roles["policy"], stack.generator
+        assert isinstance(policy, MeshTrainingClient) and isinstance(generator, MeshSamplingClient)
+        meshes = {"policy": policy._mesh} | {replica.mesh.role: replica.mesh for replica in generator._replicas}
         pids = {
             f"{name}-{rank}": (mesh.hosts[rank].rpartition(":")[0], pid)
             for name, mesh in meshes.items()
@@ -130,7 +133,7 @@ async def one_sync(stack: Stack, sync: int, *, sampling: bool) -> None:
     await stack.generator.pull(version)
     pull_s = time.monotonic() - start
     during = 0.0 if busy is None else (busy.tokens - tokens) / pull_s
-    stall_s = max(replica.stall_s for replica in stack.generator._replicas)
+    stall_s = max(stack.generator.stalls())
     figures = dict(publish_s=publish_s, pull_s=pull_s, load_s=stall_s)
     if busy is not None:
         figures |= dict(tokens_per_s=before, tokens_per_s_during=during)

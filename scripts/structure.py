@@ -4,8 +4,7 @@ status 1.
     .venv/bin/python scripts/structure.py
 
 - A file name occurs once, but for the shapes in `SHAPES` that repeat in each folder on purpose.
-- A base has two real implementations, or users subclass it and its docstring says so. A class that is made, caught or
-  handed over as a class is an implementation itself, beside that of its one subclass.
+- No class has a single subclass, unless users subclass it and its docstring says so.
 - No module replaces a name of another module at run time, but for `adapters.py`, and for the hooks in `HOOKS`.
 - Names are nouns and verbs of the field: no binding is called one of `WORDS`.
 """
@@ -54,8 +53,8 @@ WORDS = {
 }
 """Word -> what to write instead."""
 
-ASK_OF_A_CLASS = {"isinstance", "issubclass", "cast"}
-"""Functions whose argument stays a mere name of a type."""
+_PASSED_ON = 3
+"""How often a name may be imported from a module that has imported it itself."""
 
 PUBLIC_WORDS = {("rule.py", "what"): "a key of `diagnose --json`, which programs of users read"}
 """(file, name) that stays -> why."""
@@ -85,39 +84,49 @@ def repeated_names(modules: dict[Path, ast.Module]) -> Iterator[str]:
 
 
 def single_subclasses(modules: dict[Path, ast.Module]) -> Iterator[str]:
-    nodes = [(path, node) for path, tree in modules.items() for node in ast.walk(tree)]
-    subclasses, used = Counter[str](), set[str]()
-    for _, node in nodes:
-        if isinstance(node, ast.ClassDef):
-            bases = [base.value if isinstance(base, ast.Subscript) else base for base in node.bases]
-            subclasses.update(base.id for base in bases if isinstance(base, ast.Name))
-        else:
-            used.update(_used_as_class(node))
-    for path, node in nodes:
-        if not isinstance(node, ast.ClassDef) or subclasses[node.name] != 1 or node.name in used:
-            continue
-        if "users subclass" not in (ast.get_docstring(node) or "").lower():
+    classes = {name: (path, node) for path, tree in modules.items() for name, node in _classes(_module(path), tree)}
+    names = {_module(path): _names(_module(path), tree) for path, tree in modules.items()}
+    subclasses = Counter[str]()
+    for path, node in classes.values():
+        subclasses.update(_class_of(base, _module(path), names) for base in node.bases)
+    for name, (path, node) in classes.items():
+        if subclasses[name] == 1 and "users subclass" not in (ast.get_docstring(node) or "").lower():
             place = path.relative_to(ROOT)
             yield f"{place}:{node.lineno}: {node.name}: has one subclass; make the two one class, or say that users do"
 
 
-def _used_as_class(node: ast.AST) -> Iterator[str]:
-    """The names that a node makes an object of, catches, or hands over as a class or as a class's `Config`, of which
-    torchtitan makes a module."""
-    values: list[ast.expr | None] = []
-    if isinstance(node, ast.Call):
-        values = [node.func] if ast.unparse(node.func) in ASK_OF_A_CLASS else [node.func, *node.args]
-    elif isinstance(node, ast.ExceptHandler):
-        values = [*node.type.elts] if isinstance(node.type, ast.Tuple) else [node.type]
-    elif isinstance(node, ast.Dict):
-        values = [*node.values]
-    elif isinstance(node, (ast.Assign, ast.Return)):
-        values = [node.value.body, node.value.orelse] if isinstance(node.value, ast.IfExp) else [node.value]
-    for value in values:
-        if isinstance(value, ast.Attribute) and value.attr == "Config":
-            value = value.value
-        if isinstance(value, ast.Name):
-            yield value.id
+def _module(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def _classes(scope: str, node: ast.AST) -> Iterator[tuple[str, ast.ClassDef]]:
+    """The classes of a module by their dotted names, nested ones too."""
+    for child in ast.iter_child_nodes(node):
+        inner = f"{scope}.{child.name}" if isinstance(child, ast.ClassDef) else scope
+        if isinstance(child, ast.ClassDef):
+            yield inner, child
+        yield from _classes(inner, child)
+
+
+def _names(module: str, tree: ast.Module) -> dict[str, str]:
+    """Name in a module -> the dotted name of what it imports or defines."""
+    names = {child.name: f"{module}.{child.name}" for child in tree.body if isinstance(child, ast.ClassDef)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.asname or alias.name: alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def _class_of(base: ast.expr, module: str, names: dict[str, dict[str, str]]) -> str:
+    """The dotted name of a base, where it is defined: packages pass names on."""
+    first, *path = ast.unparse(base.value if isinstance(base, ast.Subscript) else base).split(".")
+    name = ".".join([names[module].get(first, first), *path])
+    for _ in range(_PASSED_ON):
+        owner, _, last = name.rpartition(".")
+        name = names.get(owner, {}).get(last, name)
+    return name
 
 
 def replaced_functions(path: Path, tree: ast.Module) -> Iterator[tuple[int, str]]:

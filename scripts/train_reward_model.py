@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from torchtitan_rl.config.load import load_config
-from torchtitan_rl.dispatch.training_client import TrainingClient
+from torchtitan_rl.dispatch.mesh_training_client import MeshTrainingClient
 from torchtitan_rl.launch.local import LocalLauncher
 from torchtitan_rl.model.files import assets_dir, load_tokenizer, pad_token_id
 from torchtitan_rl.tasks.letter_sort import LetterSort, made_up_answer
@@ -61,7 +61,7 @@ async def train(directory: Path, *, num_steps: int, batch_size: int, lr: float, 
         launcher = LocalLauncher(log_dir=logs, start_timeout_s=300, call_timeout_s=600)
         try:
             mesh: Any = await launcher.start_trainer(trainer, model, role="critic", seed=seed)
-            client = TrainingClient(
+            client = MeshTrainingClient(
                 mesh,
                 max_tokens_per_microbatch=trainer.max_tokens_per_microbatch,
                 max_datum_tokens=trainer.training.seq_len,

@@ -81,8 +81,13 @@ async def train(result: Result, config: RunConfig, *, whole: bool, local: bool) 
 
 async def _process_ids(controller: Controller) -> dict[str, int]:
     """The first process of every role, by role."""
-    replicas = {replica.mesh.role: replica.mesh for replica in controller.generator._replicas}
-    meshes = {role: client._mesh for role, client in controller.roles.items()} | replicas
+    from torchtitan_rl.dispatch.mesh_sampling_client import MeshSamplingClient
+    from torchtitan_rl.dispatch.mesh_training_client import MeshTrainingClient
+
+    generator, trainers = controller.generator, controller.roles.items()
+    assert isinstance(generator, MeshSamplingClient)
+    meshes = {role: client._mesh for role, client in trainers if isinstance(client, MeshTrainingClient)}
+    meshes |= {replica.mesh.role: replica.mesh for replica in generator._replicas}
     return {role: (await mesh.call_each(WorkerProcess.pid))[0] for role, mesh in meshes.items()}
 
 

@@ -9,7 +9,7 @@ from tests.integration.helpers import random_datums
 from torchtitan_rl.algorithm.losses import importance_sampling
 from torchtitan_rl.config.meshes import AdamWConfig, TrainerConfig, WeightSyncConfig
 from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
-from torchtitan_rl.dispatch.training_client import TrainingClient
+from torchtitan_rl.dispatch.mesh_training_client import MeshTrainingClient
 from torchtitan_rl.dispatch.versions import PolicyVersions
 from torchtitan_rl.types import Datum, OptimParams
 
@@ -99,9 +99,9 @@ def started(loop, config, **how):
     return mesh, lambda: loop.run_until_complete(running.__aexit__(None, None, None))
 
 
-def client(mesh, max_tokens: int = 10**6, model: ModelConfig = MODEL, **how) -> TrainingClient:
+def client(mesh, max_tokens: int = 10**6, model: ModelConfig = MODEL, **how) -> MeshTrainingClient:
     """A client is only a way to call a mesh; one for each microbatch budget costs nothing."""
-    return TrainingClient(
+    return MeshTrainingClient(
         mesh,
         max_tokens_per_microbatch=max_tokens,
         max_datum_tokens=64,
@@ -115,7 +115,9 @@ def recorded_batches(num: int, num_datums: int = 12, max_len: int = 20) -> list[
     return [random_datums(num_datums, seed=100 + step, max_len=max_len) for step in range(num)]
 
 
-async def replay(trainer: TrainingClient, batches: list[list[Datum]]) -> tuple[dict[str, torch.Tensor], list[float]]:
+async def replay(
+    trainer: MeshTrainingClient, batches: list[list[Datum]]
+) -> tuple[dict[str, torch.Tensor], list[float]]:
     """One step a batch: what each parameter became minus what it was, and the seconds of each step."""
     before, seconds = await trainer.parameters(), []
     for data in batches:

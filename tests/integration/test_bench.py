@@ -13,7 +13,7 @@ from tests.integration.leftovers import nothing_left
 from tests.kit.forks.server import in_use
 from torchtitan_rl.config.meshes import TrainerConfig
 from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
-from torchtitan_rl.dispatch.training_client import TrainingClient
+from torchtitan_rl.dispatch.mesh_training_client import MeshTrainingClient
 from torchtitan_rl.families import Llama3Shape
 from torchtitan_rl.launch.local import LocalLauncher
 from torchtitan_rl.tools.bench import generation, memory_use, scaling, stepping, syncing, training
@@ -144,7 +144,7 @@ async def test_both_trainers_compute_the_same_loss(tmp_path):
     model = ModelConfig(assets=str(tmp_path / "model"), shape=TINY.shape, pretrained=True)
     try:
         mesh = await launcher.start_trainer(config, model, role="policy", seed=0)
-        policy = TrainingClient(
+        policy = MeshTrainingClient(
             mesh, max_tokens_per_microbatch=8192, max_datum_tokens=TINY.context, temperature=1.0, vocab_size=64
         )
         output = await policy.forward_backward(batch, policy_objective(presets.grpo(), batch[0].loss_inputs))

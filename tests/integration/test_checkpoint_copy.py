@@ -10,7 +10,7 @@ from tests.integration.helpers import random_datums
 from tests.integration.layouts import MODEL, trainer_config
 from torchtitan_rl.actors import checkpoint_writer
 from torchtitan_rl.algorithm.losses import importance_sampling
-from torchtitan_rl.dispatch.training_client import TrainingClient
+from torchtitan_rl.dispatch.mesh_training_client import MeshTrainingClient
 from torchtitan_rl.launch.local import LocalLauncher
 from torchtitan_rl.types import OptimParams
 from torchtitan_rl.weights import checkpoint
@@ -25,9 +25,9 @@ async def launcher(tmp_path):
     await launcher.stop()
 
 
-async def a_trainer(launcher) -> TrainingClient:
+async def a_trainer(launcher) -> MeshTrainingClient:
     mesh = await launcher.start_trainer(trainer_config(), MODEL, role="policy", seed=0)
-    return TrainingClient(mesh, max_tokens_per_microbatch=64, max_datum_tokens=64, temperature=1.0, vocab_size=67)
+    return MeshTrainingClient(mesh, max_tokens_per_microbatch=64, max_datum_tokens=64, temperature=1.0, vocab_size=67)
 
 
 async def step(client) -> None:

@@ -12,7 +12,7 @@ from torchtitan_rl.actors.operations import TrainerOperations
 from torchtitan_rl.algorithm.inputs import with_inputs
 from torchtitan_rl.algorithm.losses import cross_entropy, reverse_kl
 from torchtitan_rl.config.meshes import LoRAConfig, WeightSyncConfig
-from torchtitan_rl.dispatch.training_client import TrainingClient
+from torchtitan_rl.dispatch.mesh_training_client import MeshTrainingClient
 from torchtitan_rl.dispatch.versions import PolicyVersions
 from torchtitan_rl.types import Datum, OptimParams
 
@@ -49,7 +49,7 @@ def clients(loop, tmp_path_factory):
         for seed, (name, (config, of)) in enumerate(wanted.items()):
             role = name if name in ("teacher", "critic") else "policy"
             mesh = await launcher.start_trainer(config, of, role=role, seed=seed)
-            made[name] = TrainingClient(
+            made[name] = MeshTrainingClient(
                 mesh, max_tokens_per_microbatch=30, max_datum_tokens=64, temperature=TEMPERATURE, vocab_size=VOCABULARY
             )
         return made

@@ -25,7 +25,7 @@ ACTORS = pytest.param("actors", marks=pytest.mark.slow)
 @pytest.fixture(scope="module")
 def classifier(loop, tmp_path_factory):
     """A critic's weights, its head made up, as a Hugging Face directory `hf` and as a checkpoint's part `critic`."""
-    from torchtitan_rl.dispatch.training_client import TrainingClient
+    from torchtitan_rl.dispatch.mesh_training_client import MeshTrainingClient
 
     path = tmp_path_factory.mktemp("classifier")
     config = small_config(path)
@@ -35,7 +35,7 @@ def classifier(loop, tmp_path_factory):
         try:
             mesh = await launcher.start_trainer(config.trainer, model, role="critic", seed=5)
             sizes = {"max_tokens_per_microbatch": 64, "max_datum_tokens": 64, "vocab_size": 64}
-            client = TrainingClient(mesh, temperature=1.0, **sizes)
+            client = MeshTrainingClient(mesh, temperature=1.0, **sizes)
             if checkpoint:
                 await client.save_checkpoint(path / "critic")
                 (path / "COMPLETE").touch()

@@ -2,8 +2,8 @@
 
 import asyncio
 
-from torchtitan_rl.dispatch.role_mesh import WorkerLost
-from torchtitan_rl.dispatch.sampling_client import SamplingClient
+from torchtitan_rl.dispatch.mesh_sampling_client import MeshSamplingClient
+from torchtitan_rl.dispatch.role_mesh import ProcessDied
 from torchtitan_rl.dispatch.versions import PolicyVersions
 from torchtitan_rl.types import Completion, SamplingParams
 
@@ -98,7 +98,7 @@ def client_of(num_replicas, repair=None, *, follows=False):
     meshes = [Mesh(f"generator-{i}") for i in range(num_replicas)]
     weights = Weights()
     versions = PolicyVersions(weights, weights, Config, None, one_host=True)
-    client = SamplingClient(meshes, versions, max_model_len=64, timeout_s=5, repair=repair, follows=follows)
+    client = MeshSamplingClient(meshes, versions, max_model_len=64, timeout_s=5, repair=repair, follows=follows)
     return meshes, versions, client
 
 
@@ -118,4 +118,4 @@ async def settle():
 
 
 def died(role, endpoint):
-    return WorkerLost(f"{role}-0.{endpoint}: its process died (killed); see its log")
+    return ProcessDied(f"{role}-0.{endpoint}: its process died (killed); see its log")

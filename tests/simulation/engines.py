@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_rl.actors.operations import Operation
-from torchtitan_rl.dispatch.role_mesh import ProcessDied, WorkerLost
+from torchtitan_rl.dispatch.role_mesh import NoAnswer, ProcessDied, WorkerLost
 from torchtitan_rl.types import Completion, Request
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class FakeReplica:
         if self.dead:
             loop.call_later(_NOTICED_S, _fail, answer, ProcessDied(f"{name}: its process died; see its log"))
             return answer
-        late = WorkerLost(f"{name}: no answer within {timeout_s or self.timeout_s:g} s; look at its log")
+        late = NoAnswer(f"{name}: no answer within {timeout_s or self.timeout_s:g} s; look at its log")
         self._calls[answer] = name, loop.call_later(timeout_s or self.timeout_s, self._late, answer, late)
         getattr(self, operation.__name__)(answer, *args)
         return answer

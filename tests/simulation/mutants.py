@@ -11,9 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.simulation.pretence import patched
-from torchtitan_rl.dispatch import training_client
+from torchtitan_rl.dispatch import mesh_training_client
+from torchtitan_rl.dispatch.mesh_sampling_client import MeshSamplingClient
 from torchtitan_rl.dispatch.replica import Replica
-from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.dispatch.versions import PolicyVersions
 from torchtitan_rl.record import attempts
 from torchtitan_rl.rollout import group, lagged_batches, player
@@ -94,7 +94,7 @@ async def _next_batch_one_more_ahead(self: LaggedBatches) -> Any:
         algorithm.max_policy_lag -= 1
 
 
-_merge = training_client._merge
+_merge = mesh_training_client._merge
 
 
 def _merge_in_the_order_of_the_ranks(answers: list, ranks: list[list[list[int]]], data: list, *, who: str) -> Any:
@@ -107,7 +107,7 @@ def _merge_in_the_order_of_the_ranks(answers: list, ranks: list[list[list[int]]]
 # Versions.
 
 
-async def _leave_and_release_nothing(self: SamplingClient, role: str, hurry: Any = None) -> None:
+async def _leave_and_release_nothing(self: MeshSamplingClient, role: str, hurry: Any = None) -> None:
     index = next(index for index in self._healthy_indices if self._replicas[index].mesh.role == role)
     if len(self._healthy_indices) == 1:
         raise RuntimeError(f"{role}: is the only healthy replica; it stays")
@@ -170,10 +170,10 @@ async def _wake_and_release_nothing(self: Replica) -> None:
 
 # Lost replicas.
 
-_lose, _sample = SamplingClient._lose, Replica.sample
+_lose, _sample = MeshSamplingClient._lose, Replica.sample
 
 
-def _lose_the_dead_alone(self: SamplingClient, replica: Replica, error: Exception) -> None:
+def _lose_the_dead_alone(self: MeshSamplingClient, replica: Replica, error: Exception) -> None:
     if "no answer within" not in str(error):
         _lose(self, replica, error)
 
@@ -260,7 +260,7 @@ MUTANTS: dict[str, Mutant] = {
     "rows of another datum": _mutant(
         "outputs come back in the order of ranks and microbatches, not of the data",
         "what_trains_is_what_was_admitted",
-        (training_client, "_merge", _merge_in_the_order_of_the_ranks),
+        (mesh_training_client, "_merge", _merge_in_the_order_of_the_ranks),
         first_seed=6,
     ),
     "an evaluation of two versions": _mutant(
@@ -310,20 +310,20 @@ MUTANTS: dict[str, Mutant] = {
     "a slow replica's requests sent twice": _mutant(
         "a request is sent again at its deadline, while the replica that has it stays in use",
         "a_request_has_one_answer",
-        (SamplingClient, "_lose", _lose_the_dead_alone),
+        (MeshSamplingClient, "_lose", _lose_the_dead_alone),
         first_seed=5,
     ),
     "versions of replicas that leave kept": _mutant(
         "the version of a replica that leaves is never released, so that the store grows",
         "nothing_is_left_over",
-        (SamplingClient, "leave", _leave_and_release_nothing),
+        (MeshSamplingClient, "leave", _leave_and_release_nothing),
         first_seed=5,
     ),
     "a hung replica waited for": _mutant(
         "calls have no deadline and nobody asks for signs of life",
         "every_wait_ends",
         (Replica, "sample", _sample_for_ever),
-        (SamplingClient, "_begin_probing", _nothing),
+        (MeshSamplingClient, "_begin_probing", _nothing),
         first_seed=14,
     ),
 }

@@ -13,8 +13,8 @@ from tests.simulation.engines import FakeReplica
 from tests.simulation.tasks import Fault
 from tests.simulation.trainers import FakeStore, FakeTrainer
 from tests.simulation.virtual_clock import VirtualLoop
+from torchtitan_rl.dispatch.mesh_sampling_client import MeshSamplingClient
 from torchtitan_rl.dispatch.role_mesh import ProcessDied
-from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.launch.actors import ActorLauncher
 from torchtitan_rl.record.recorder import DrawEvents, Listener, Published, TrainedOn
 from torchtitan_rl.types import Request, RolloutGroup
@@ -119,7 +119,7 @@ class World:
         self.pushing = asyncio.Event()
         self.logs.append(self.log)
         self.replicas: dict[str, FakeReplica] = {}
-        self.client: SamplingClient | None = None
+        self.client: MeshSamplingClient | None = None
         self._running: dict[int, Asked] = {}
         self.killed = self._is_over = False
         self.note(f"attempt {len(self.logs)}")

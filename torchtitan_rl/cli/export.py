@@ -52,7 +52,7 @@ async def export(path: Path, directory: Path, *, trusted: bool = False) -> list[
     """
     from torchtitan_rl.config.meshes import TrainerConfig
     from torchtitan_rl.config.resolve import rebuilt
-    from torchtitan_rl.dispatch.training_client import TrainingClient
+    from torchtitan_rl.dispatch.mesh_training_client import MeshTrainingClient
     from torchtitan_rl.launch.local import LocalLauncher
     from torchtitan_rl.model.files import assets_dir, load_tokenizer, pad_token_id
     from torchtitan_rl.model.shape import resolve_shape
@@ -72,7 +72,7 @@ async def export(path: Path, directory: Path, *, trusted: bool = False) -> list[
         launcher = LocalLauncher(log_dir=logs, start_timeout_s=_TIMEOUT_S, call_timeout_s=_TIMEOUT_S)
         try:
             mesh: Any = await launcher.start_trainer(trainer, model, role="policy", seed=config["seed"])
-            client = TrainingClient(
+            client = MeshTrainingClient(
                 mesh,
                 max_tokens_per_microbatch=trainer.max_tokens_per_microbatch,
                 max_datum_tokens=trainer.training.seq_len,

@@ -9,7 +9,7 @@ from typing import Any
 
 from torchtitan_rl.config.meshes import GeneratorConfig
 from torchtitan_rl.config.model import ModelConfig
-from torchtitan_rl.dispatch.sampling_client import SamplingClient
+from torchtitan_rl.dispatch.mesh_sampling_client import MeshSamplingClient
 from torchtitan_rl.dispatch.versions import OneVersion
 from torchtitan_rl.families import shape_of_directory
 from torchtitan_rl.launch.actors import ActorLauncher
@@ -48,7 +48,7 @@ async def serve(
     launcher = ActorLauncher(log_dir=str(run_dir.logs), start_timeout_s=300, call_timeout_s=_TIMEOUT_S)
     try:
         mesh = await launcher.start_generator(generator, ModelConfig(assets=str(weights)), role="generator-0", seed=0)
-        client = SamplingClient([mesh], OneVersion(), max_model_len=generator.max_model_len, timeout_s=_TIMEOUT_S)
+        client = MeshSamplingClient([mesh], OneVersion(), max_model_len=generator.max_model_len, timeout_s=_TIMEOUT_S)
         await client.load_hf(str(weights), version=source.step or 0)
         served = Served(
             name="policy",

@@ -14,8 +14,7 @@ from torchtitan_rl.cli.verb_arguments import add_checkpoint
 from torchtitan_rl.record.user_code import error_text
 
 if TYPE_CHECKING:
-    from torchtitan_rl.config.sampling import AlteredSampling
-    from torchtitan_rl.types import SamplingParams
+    from torchtitan_rl.types import AlteredSampling, SamplingParams
 
 __all__ = ["add_arguments", "run", "sample"]
 
@@ -44,8 +43,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _sample(args: argparse.Namespace) -> int:
-    from torchtitan_rl.config.sampling import AlteredSampling
-    from torchtitan_rl.types import SamplingParams
+    from torchtitan_rl.types import AlteredSampling, SamplingParams
     from torchtitan_rl.validation.sampling import check_greedy
 
     try:
@@ -85,7 +83,7 @@ async def sample(
     """
     from torchtitan_rl.config.meshes import GeneratorConfig
     from torchtitan_rl.config.model import ModelConfig
-    from torchtitan_rl.dispatch.sampling_client import SamplingClient
+    from torchtitan_rl.dispatch.mesh_sampling_client import MeshSamplingClient
     from torchtitan_rl.dispatch.versions import OneVersion
     from torchtitan_rl.families import shape_of_directory
     from torchtitan_rl.launch.actors import ActorLauncher
@@ -109,7 +107,7 @@ async def sample(
     launcher = ActorLauncher(log_dir=str(run_dir.logs), start_timeout_s=300, call_timeout_s=600)
     try:
         mesh = await launcher.start_generator(config, ModelConfig(assets=str(weights)), role="generator-0", seed=0)
-        client = SamplingClient([mesh], OneVersion(), max_model_len=config.max_model_len, timeout_s=600)
+        client = MeshSamplingClient([mesh], OneVersion(), max_model_len=config.max_model_len, timeout_s=600)
         await client.load_hf(str(weights))
         completion = await client.sample(tokens, params)
     finally:

@@ -13,9 +13,9 @@ from torchtitan_rl.config.meshes import GeneratorConfig, TrainerConfig, WeightSy
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.config.preference import PreferenceConfig
 from torchtitan_rl.config.record import RecordConfig
-from torchtitan_rl.config.sampling import AlteredSampling
 from torchtitan_rl.config.stopping import StopConfig
 from torchtitan_rl.constraints import Check, Hint
+from torchtitan_rl.types import AlteredSampling
 
 __all__ = [
     "RunConfig",

@@ -81,7 +81,7 @@ class LocalMesh:
 
 
 async def _within(call: Awaitable, timeout_s: float, call_name: str) -> Any:
-    """The result of a call. Raises WorkerLost once `timeout_s` have passed; a breakpoint stops this clock. The call is
+    """The result of a call. Raises NoAnswer once `timeout_s` have passed; a breakpoint stops this clock. The call is
     not cancelled: the engine's thread would answer all the same."""
     task, left = asyncio.ensure_future(call), timeout_s
     task.add_done_callback(lambda done: done.cancelled() or done.exception())  # read, so that asyncio does not warn

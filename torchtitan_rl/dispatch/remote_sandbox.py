@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
-from torchtitan_rl.dispatch.role_mesh import ProcessDied, WorkerLost, deadline
+from torchtitan_rl.dispatch.role_mesh import NoAnswer, deadline
 from torchtitan_rl.tasks.sandbox.config import SandboxConfig
 from torchtitan_rl.tasks.sandbox.sandbox import Finished, Limits, SandboxError, check_name
 from torchtitan_rl.tasks.sandbox.streams import Streams
@@ -160,7 +160,7 @@ class RemoteSandbox:
 
 
 async def _prompt(call: Any) -> Any:
-    """The answer of a host that lives. Raises WorkerLost after `SILENT_S` without one, RuntimeError where the call
+    """The answer of a host that lives. Raises NoAnswer after `SILENT_S` without one, RuntimeError where the call
     fails."""
     answered = asyncio.ensure_future(deadline(call, 2 * SILENT_S, "sandboxes"))
     try:
@@ -170,11 +170,11 @@ async def _prompt(call: Any) -> Any:
             await asyncio.wait({answered}, timeout=seconds)
             if answered.done():
                 return answered.result()
-        raise WorkerLost(f"sandboxes: no answer within {SILENT_S:g} s")
+        raise NoAnswer(f"sandboxes: no answer within {SILENT_S:g} s")
     finally:
         answered.cancel()
 
 
 def _reason(error: Exception, late: str) -> str:
     """Why a call failed; `late` where its deadline has passed."""
-    return late if isinstance(error, WorkerLost) and not isinstance(error, ProcessDied) else str(error)
+    return late if isinstance(error, NoAnswer) else str(error)

@@ -11,7 +11,7 @@ from typing import Any
 from torchtitan_rl.actors.operations import Operation, WorkerProcess
 from torchtitan_rl.record.tracing import span
 
-__all__ = ["RoleMesh", "WorkerLost", "ProcessDied", "deadline", "describe", "late"]
+__all__ = ["RoleMesh", "WorkerLost", "NoAnswer", "ProcessDied", "deadline", "describe", "late"]
 
 _WATCH_EVERY_S = 1.0
 """Seconds between two messages to each rank behind rank 0 while rank 0 answers for the mesh."""
@@ -23,23 +23,27 @@ _BLAME_S = 3.0
 
 
 class WorkerLost(RuntimeError):
-    """A call got no answer: the worker's process died, or the deadline passed."""
+    """A call will get no answer: `NoAnswer` or `ProcessDied`."""
+
+
+class NoAnswer(WorkerLost):
+    """The deadline passed, or the worker cannot be reached; nobody knows whether its process lives."""
 
 
 class ProcessDied(WorkerLost):
     """The worker's process died before the call was answered."""
 
 
-def late(call_name: str, timeout_s: float) -> WorkerLost:
+def late(call_name: str, timeout_s: float) -> NoAnswer:
     """The error of a call whose deadline has passed."""
-    return WorkerLost(
+    return NoAnswer(
         f"{call_name}: no answer within {timeout_s:g} s; look at its log, or raise the deadline in "
         "controller.*_timeout_s"
     )
 
 
 async def deadline(call, timeout_s: float, call_name: str) -> Any:
-    """The result of an awaitable call. Raises RuntimeError naming `call_name` when the call fails, WorkerLost when no
+    """The result of an awaitable call. Raises RuntimeError naming `call_name` when the call fails, NoAnswer when no
     answer comes within `timeout_s`, ProcessDied when the worker's process has died."""
     try:
         return await asyncio.wait_for(_awaited(call), timeout_s)
@@ -227,7 +231,7 @@ class RoleMesh:
         if self._lost_hosts is not None and (lost := await self._lost_hosts()):
             return ProcessDied(f"{name}: host {', '.join(lost)} is gone: its worker does not answer ({first})")
         if stopped := self._stopped():  # Monarch takes a stopped process for a dead one
-            kind = WorkerLost if isinstance(first, WorkerLost) else RuntimeError
+            kind = NoAnswer if isinstance(first, WorkerLost) else RuntimeError
             return kind(f"{name}: no answer, {', '.join(stopped)} is stopped (SIGSTOP): {first}")
         if isinstance(first, ProcessDied):
             return first

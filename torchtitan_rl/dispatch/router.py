@@ -20,7 +20,7 @@ _FEW = 8  # replicas that are sooner looked at one by one
 
 
 class Router:
-    """Load and sticky prefixes of several replicas, by index. `SamplingClient` says which replicas are healthy.
+    """Load and sticky prefixes of several replicas, by index. `MeshSamplingClient` says which replicas are healthy.
 
     Candidates are the healthy replicas that `_serving` chooses for the request's policy version. Two rules, in order:
 

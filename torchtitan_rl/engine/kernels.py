@@ -22,6 +22,7 @@ from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE
 from torchtitan.protocols.module import Module
 from vllm import _custom_ops as ops
+from vllm.distributed import tensor_model_parallel_all_reduce
 
 from torchtitan_rl import adapters, platform
 from torchtitan_rl.families.rotations import AmplifiedCosSinRoPE
@@ -61,16 +62,18 @@ class KernelNorm(RMSNorm):
         return out
 
 
-class KernelHalfRotation(AmplifiedCosSinRoPE):
+class KernelHalfRotation(CosSinRoPE):
     """The rotary embedding that pairs dimension i with i + dim / 2, in one operator. `cache` is vLLM's table: cosines,
     then sines, one of each for a pair."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(AmplifiedCosSinRoPE.Config):
-        pass
+    class Config(CosSinRoPE.Config):
+        amplitude: float = 1.0
+        """Of `families.rotations.AmplifiedCosSinRoPE`."""
 
     def _precompute_cache(self) -> torch.Tensor:
-        cosines, sines = super()._precompute_cache().chunk(2, dim=-1)  # torchtitan's table has every number twice
+        table = super()._precompute_cache() * self.config.amplitude
+        cosines, sines = table.chunk(2, dim=-1)  # torchtitan's table has every number twice
         pairs = self.config.dim // 2
         return torch.cat([cosines[:, :pairs], sines[:, :pairs]], dim=-1)
 
@@ -141,15 +144,17 @@ def _turned_pairs(flat: torch.Tensor, head_dim: int, cosines: torch.Tensor, sine
 
 class PackedLinear(Linear):
     """A linear layer that multiplies by a second copy of its matrix, packed for the CPU's matrix product. Where
-    `platform.packs_matrices` says no, and before the first `pack`, it is torchtitan's. The subclass for tensor-parallel
-    ranks is in `slices`."""
+    `platform.packs_matrices` says no, and before the first `pack`, it is torchtitan's."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
-        pass
+        sums_ranks: bool = False
+        """Whether the input features are split over tensor-parallel ranks. An all-reduce sums the ranks' outputs then,
+        and the bias, which is whole on every rank, is added to the sum."""
 
     def __init__(self, config: Config):
         super().__init__(config)
+        self._sums_ranks = config.sums_ranks
         self._packed: Any = None
         self.adapters: LayerAdapters | None = None
 
@@ -162,7 +167,10 @@ class PackedLinear(Linear):
         return self._multiplied(input, None)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return self._multiplied(input, self.bias)
+        if not self._sums_ranks:
+            return self._multiplied(input, self.bias)
+        out = tensor_model_parallel_all_reduce(self.product(input))
+        return out if self.bias is None else out + self.bias
 
     def _multiplied(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if self._packed is None:
@@ -324,7 +332,7 @@ def _stays_flat(parts: dict[str, Any]) -> bool:
 
 
 def changed(config: Module.Config, config_class: type[Module.Config], **changes: Any) -> Module.Config:
-    """A copy of a config, of its class or of a subclass without required fields of its own."""
+    """A copy of a config, of its class or of one that has all its fields and requires no other."""
     fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.init}
     return config_class(**fields | changes)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torchtitan.models.gpt_oss.model import Attention as SinkAttention
 from torchtitan.protocols.module import Module
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
@@ -14,7 +15,6 @@ from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from torchtitan_rl import adapters
-from torchtitan_rl.families.biased_blocks import SinkAttention
 from torchtitan_rl.model.generator_cut import RankPart, cut_dim
 
 __all__ = ["PagedAttention", "PagedSinkAttention", "StateCache", "shard_for_rank", "state_dtypes"]
@@ -74,7 +74,7 @@ class PagedAttention(Module):
 
 
 class PagedSinkAttention(SinkAttention):
-    """Attention with sinks that vLLM's kernel applies."""
+    """torchtitan's attention with sinks, which vLLM's kernel applies. `PagedAttention` scales the softmax itself."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(SinkAttention.Config):

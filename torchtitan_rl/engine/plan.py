@@ -23,7 +23,7 @@ from torchtitan_rl.config.meshes import LoRAConfig
 from torchtitan_rl.engine.kernels import PackedLinear, changed, with_kernels
 from torchtitan_rl.engine.layers import PagedAttention, PagedSinkAttention, StateCache
 from torchtitan_rl.engine.routing_record import RecordingRouter, RoutingRecord
-from torchtitan_rl.engine.slices import RowParallelLinear, SlicedExperts
+from torchtitan_rl.engine.slices import SlicedExperts
 from torchtitan_rl.families.biased_blocks import SinkAttention
 from torchtitan_rl.families.delta_net import DeltaNet, Qwen35Attention
 from torchtitan_rl.model.experts import BiasedExperts, Router
@@ -199,12 +199,12 @@ def _column_parallel(config: Linear.Config, tp: int) -> Linear.Config:
 
 def _row_parallel(config: Linear.Config, tp: int) -> Linear.Config:
     # Training ranks may add a share of the bias each; here the bias is whole.
-    linear = PackedLinear if tp == 1 else RowParallelLinear
-    return linear.Config(
+    return PackedLinear.Config(
         in_features=config.in_features // tp,
         out_features=config.out_features,
         bias=config.bias,
         param_init=config.param_init,
+        sums_ranks=tp > 1,
     )
 
 

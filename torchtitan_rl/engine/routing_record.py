@@ -11,11 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torchtitan.models.common.moe import TokenChoiceTopKRouter
 from vllm.forward_context import get_forward_context
 
 from torchtitan_rl import adapters
 from torchtitan_rl.families import DecoderShape
-from torchtitan_rl.model.experts import Router
 from torchtitan_rl.types.routing import experts_dtype
 
 __all__ = ["RecordingRouter", "RoutingRecord"]
@@ -58,11 +58,11 @@ class RoutingRecord:
         return self._experts_SLK[slots_T.to(self._experts_SLK.device)].cpu()
 
 
-class RecordingRouter(Router):
-    """A router that records its choice."""
+class RecordingRouter(TokenChoiceTopKRouter):
+    """torchtitan's router, which records its choice. A generator's routers replay nothing."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Router.Config):
+    class Config(TokenChoiceTopKRouter.Config):
         layer: int = 0
         """Number of the layer among those with a mixture."""
         record: RoutingRecord | None = None

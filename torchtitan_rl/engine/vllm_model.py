@@ -9,7 +9,7 @@ from functools import cached_property
 
 import torch
 from torch import nn
-from vllm.compilation.decorators import ignore_torch_compile, support_torch_compile
+from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
@@ -27,7 +27,7 @@ from torchtitan_rl.model.module_state import places
 from torchtitan_rl.model.row_blocks import copy_all, row_blocks
 from torchtitan_rl.model.spec import build_spec, with_positions
 
-__all__ = ["EngineShape", "TorchtitanForCausalLM", "TorchtitanWithStates", "model_class"]
+__all__ = ["EngineShape", "TorchtitanForCausalLM", "TorchtitanModel", "TorchtitanWithStates", "model_class"]
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,11 @@ class EngineShape:
         return hashlib.sha256(repr((self.shape, self.adapters, self.num_adapters)).encode()).hexdigest()
 
 
-@support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": 0, "inputs_embeds": 0})
-class TorchtitanForCausalLM(nn.Module):
-    """vLLM's model interface over torchtitan's decoder, built from the generator's spec. vLLM asks the class whether a
-    model's layers keep states: with those it is the subclass `TorchtitanWithStates`."""
+class TorchtitanModel(nn.Module):
+    """vLLM's model interface over torchtitan's decoder, built from the generator's spec.
+
+    vLLM asks the class whether a model's layers keep states and whether the model may be compiled, so there are two:
+    `TorchtitanForCausalLM` and `TorchtitanWithStates`."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__()
@@ -158,9 +159,13 @@ class TorchtitanForCausalLM(nn.Module):
         return module.state_dict(prefix=".".join([*path, ""]))
 
 
-@ignore_torch_compile
-class TorchtitanWithStates(TorchtitanForCausalLM):
-    """A model with layers that keep a state of each sequence instead of keys and values."""
+@support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": 0, "inputs_embeds": 0})
+class TorchtitanForCausalLM(TorchtitanModel):
+    """A model whose layers attend to keys and values."""
+
+
+class TorchtitanWithStates(TorchtitanModel):
+    """A model with layers that keep a state of each sequence instead of keys and values. It is never compiled."""
 
     is_hybrid = True
     has_inner_state = True
@@ -177,7 +182,7 @@ class TorchtitanWithStates(TorchtitanForCausalLM):
         return state_dtypes(vllm_config.additional_config.shape.state_sizes, vllm_config.model_config.dtype)
 
 
-def model_class(shape: DecoderShape) -> type[TorchtitanForCausalLM]:
+def model_class(shape: DecoderShape) -> type[TorchtitanModel]:
     """The class that runs a model of these sizes. vLLM knows it by its name, once it is registered."""
     return TorchtitanWithStates if shape.state_sizes else TorchtitanForCausalLM
 

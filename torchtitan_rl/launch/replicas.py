@@ -7,9 +7,9 @@ import logging
 from collections.abc import Awaitable, Callable
 from itertools import count, islice
 
+from torchtitan_rl.dispatch.mesh_sampling_client import MeshSamplingClient
 from torchtitan_rl.dispatch.replica import ReplicaLost
 from torchtitan_rl.dispatch.role_mesh import RoleMesh
-from torchtitan_rl.dispatch.sampling_client import SamplingClient
 
 __all__ = ["Replicas"]
 
@@ -26,7 +26,7 @@ class Replicas:
 
     def __init__(
         self,
-        client: SamplingClient,
+        client: MeshSamplingClient,
         *,
         start: Callable[[str, int | None], Awaitable[RoleMesh]],
         stop: Callable[[str], Awaitable[None]],

@@ -12,10 +12,11 @@ import torch
 from torchtitan_rl import platform
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.config.run import COLOCATION, RunConfig
+from torchtitan_rl.dispatch.mesh_sampling_client import MeshSamplingClient
+from torchtitan_rl.dispatch.mesh_training_client import MeshTrainingClient
 from torchtitan_rl.dispatch.placement import Placement
 from torchtitan_rl.dispatch.recorded_routes import RecordedRoutes
 from torchtitan_rl.dispatch.repair import Repair
-from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.dispatch.shared_plan import prefix_cost
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.dispatch.versions import OneVersion, PolicyVersions
@@ -66,8 +67,8 @@ async def start_stack(config: RunConfig, launcher: MeshLauncher, model_dir: Path
     finally:
         for pending in starts:  # after a failure, the other meshes must not go on starting
             pending.cancel()
-    roles = {
-        role: TrainingClient(
+    roles: dict[str, TrainingClient] = {
+        role: MeshTrainingClient(
             meshes[role][0],
             max_tokens_per_microbatch=trainer.max_tokens_per_microbatch,
             max_datum_tokens=trainer.training.seq_len,
@@ -143,12 +144,12 @@ def _sampling_client(
     routes: RecordedRoutes | None,
     *,
     follows: bool = False,
-) -> SamplingClient:
+) -> MeshSamplingClient:
     """`follows`: the engines follow a record."""
     num_slots = config.generator.max_adapters
     if num_slots and follows:
         num_slots = _SLOTS_OF_A_REPLAY
-    return SamplingClient(
+    return MeshSamplingClient(
         list(meshes),
         versions,
         max_model_len=config.generator.max_model_len,

@@ -24,7 +24,6 @@ from torchtitan_rl.dispatch.tinker.session import Samplers, answered, sdk
 from torchtitan_rl.dispatch.versions import PolicyVersions
 from torchtitan_rl.launch.backend import Launcher, Stack
 from torchtitan_rl.model.files import assets_dir
-from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.validation.remote import adapted_parts
 
 __all__ = ["RemoteLauncher"]
@@ -55,9 +54,7 @@ class RemoteLauncher(Launcher):
         offered = await answered(rest_client.get_server_capabilities(), "get_server_capabilities", self.start_timeout_s)
         base_model = _base_model(config, [m.model_name for m in offered.supported_models if m.trainable is not False])
         client = await self._created(config, base_model)
-        trainer = RemoteTrainingClient(
-            client, rest_client, self.store, config, vocab_size=resolve_shape(config.model).vocab_size
-        )
+        trainer = RemoteTrainingClient(client, rest_client, self.store, config)
         versions = PolicyVersions(trainer, self.store, config.weight_sync, torch.float32, one_host=False)  # type: ignore[arg-type]
         generator = RemoteSamplingClient(
             self.store,

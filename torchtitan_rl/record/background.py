@@ -35,10 +35,13 @@ class BackgroundListener(EventListener):
         room: int = 10_000,
         patience_s: float = 10.0,
         beat_s: float | None = None,
+        closes_last: bool = False,
     ) -> None:
         """A function as `listener` makes the listener, in the thread. `events` are the kinds of events to pass on,
         without spans; None: all, with spans. After each `beat_s` seconds without an event the listener's `beat` is
-        called; None: never."""
+        called; None: never. `closes_last`: the listener also gets the events of listeners that close before it, and is
+        closed when the recorder waits for it."""
+        self._closes_last = closes_last
         self.name, self.room, self.patience_s, self._beat_s = name, room, patience_s, beat_s
         self._kinds = None if events is None else tuple(events)
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -68,9 +71,12 @@ class BackgroundListener(EventListener):
 
     def close(self) -> None:
         """Returns at once; `wait` waits for the listener's own `close`."""
-        self._events.put(_Closed())
+        if not self._closes_last:
+            self._events.put(_Closed())
 
     def wait(self) -> None:
+        if self._closes_last:
+            self._events.put(_Closed())
         closed = time.monotonic()
         while self._thread.is_alive():
             if time.monotonic() - min(closed, self._since or closed) >= self.patience_s:

@@ -29,7 +29,7 @@ from typing import Any
 from torchtitan_rl.record.checksums import Checksums
 from torchtitan_rl.record.json_lines import encode, json_line, parsed
 from torchtitan_rl.record.schemas import SCHEMAS
-from torchtitan_rl.record.tables import SharedTable, Table
+from torchtitan_rl.record.tables import Table
 from torchtitan_rl.record.tracing import span
 
 __all__ = ["RunDir"]
@@ -42,9 +42,8 @@ class RunDir:
     """The files of one run below `path`. `RunDir.create` starts a new run; `RunDir(path)` opens an existing run."""
 
     def __init__(self, path: str | Path) -> None:
-        kinds = {"events": SharedTable, "samples": SharedTable}  # written in threads of their own
         self.path = Path(path)
-        self.tables = {name: kinds.get(name, Table)(self.path / name, schema) for name, schema in SCHEMAS.items()}
+        self.tables = {name: Table(self.path / name, schema) for name, schema in SCHEMAS.items()}
         self.metrics_file = self.path / "metrics.jsonl"
         self.attempt = 1
         """The number of this attempt at the run, which every record names."""

@@ -211,9 +211,31 @@ class ScheduleFile:
         os.close(self._file)
 
 
+_SETTINGS = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "stop_token_ids",
+    "stop",
+    "ignore_eos",
+    "structure",
+)
+"""The fields of `SamplingParams` that name a request. Records of earlier versions are replayed: the order stays."""
+
+
 def request_key(request: Request) -> str:
     """Names a request by what it asks: 16 hexadecimal digits. Equal requests have equal keys."""
-    text = repr((request.tokens, request.params, request.top_k, request.cached))
+    params = request.params
+    settings = "None"
+    if params is not None:
+        settings = f"SamplingParams({', '.join(f'{name}={getattr(params, name)!r}' for name in _SETTINGS)})"
+    text = f"({request.tokens!r}, {settings}, {request.top_k!r}, {request.cached!r})"
     return xxhash.xxh3_64_hexdigest(text.encode())
 
 

@@ -155,17 +155,6 @@ class Status(Listener):
         }
 
 
-class _ClosesLast(BackgroundListener):
-    """Receives events until the recorder waits for this listener: warnings of listeners that close before it, too."""
-
-    def close(self) -> None:
-        """Nothing yet."""
-
-    def wait(self) -> None:
-        super().close()
-        super().wait()
-
-
 class _Events(logging.Handler):
     """Passes the warnings and errors of this package on to a listener."""
 
@@ -196,7 +185,8 @@ def watched(run_dir: RunDir, replicas: list[str]) -> BackgroundListener:
     A log record may say what happened and to whom: `logger.warning(text, extra={"event": "replica_lost", "who":
     "generator-1"})`.
     """
-    background = _ClosesLast(Status(run_dir, replicas, lambda: _forget(background)), name="status", beat_s=_PERIOD_S)
+    status = Status(run_dir, replicas, lambda: _forget(background))
+    background = BackgroundListener(status, "status", beat_s=_PERIOD_S, closes_last=True)
     _EVENTS.listener = background
     logging.getLogger(_PACKAGE).addHandler(_EVENTS)  # a second call adds nothing
     return background

@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 from torchtitan_rl.record.checksums import Checksums
 from torchtitan_rl.record.json_lines import json_line, parsed
 
-__all__ = ["ROW_GROUP", "SharedTable", "Table"]
+__all__ = ["ROW_GROUP", "Table"]
 
 ROW_GROUP = 1000
 """Records of a Parquet file that are compressed together: a reader of one rollout reads this many."""
@@ -44,6 +44,8 @@ class Table:
         self.directory, self.schema, self._columns = directory, schema, dict.fromkeys(schema.names)
         self._number = 0
         """The part that this process appends to; 0 before its first record."""
+        self._lock = threading.Lock()
+        """Some tables get their records from another thread than the one that begins new parts."""
 
     def append(self, records: Iterable[dict[str, Any]], *, durable: bool = False) -> None:
         """Adds records: all, or none if one is refused. On return the operating system has them, and with `durable` the
@@ -56,17 +58,19 @@ class Table:
                     f"{', '.join(self._columns)}"
                 )
             lines.append(json_line(record))
-        self._number = self._number or self._begin()
-        with open(self._lines(self._number), "ab") as stream:
-            stream.write(b"".join(lines))
-            if durable:
-                stream.flush()
-                os.fsync(stream.fileno())
+        with self._lock:
+            self._number = self._number or self._begin()
+            with open(self._lines(self._number), "ab") as stream:
+                stream.write(b"".join(lines))
+                if durable:
+                    stream.flush()
+                    os.fsync(stream.fileno())
 
     def rotate(self) -> None:
         """Lets the next record begin a new part."""
-        if self._number and self._lines(self._number).exists():
-            self._number += 1
+        with self._lock:
+            if self._number and self._lines(self._number).exists():
+                self._number += 1
 
     def seal(self, checksums: Checksums | None = None) -> None:
         """Turns the parts before the newest one into Parquet, which `checksums` notes. May run in a thread while
@@ -147,22 +151,6 @@ class Table:
             except ValueError as error:
                 raise RuntimeError(f"{file}, line {number}: is not JSON ({error}); remove that line") from error
             yield {field.name: _decode(record.get(field.name), field.type) for field in self.schema}
-
-
-class SharedTable(Table):
-    """A table that another thread appends to than the thread that begins new parts."""
-
-    def __init__(self, directory: Path, schema: pa.Schema) -> None:
-        super().__init__(directory, schema)
-        self._lock = threading.Lock()
-
-    def append(self, records: Iterable[dict[str, Any]], *, durable: bool = False) -> None:
-        with self._lock:
-            super().append(records, durable=durable)
-
-    def rotate(self) -> None:
-        with self._lock:
-            super().rotate()
 
 
 def _decode(value: Any, kind: pa.DataType) -> Any:

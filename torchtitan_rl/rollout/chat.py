@@ -7,8 +7,10 @@ the completion.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from torchtitan_rl.rollout.renderings import Renderings, digest
 from torchtitan_rl.tasks.env import Message, Observation
 from torchtitan_rl.types import Completion
 
@@ -25,21 +27,28 @@ class Chat:
     Raises ValueError when the tokenizer has no template, or when the template refuses messages or omits some.
     """
 
-    def __init__(self, tokenizer, tools: list[dict] | None = None) -> None:
+    def __init__(self, tokenizer, tools: list[dict] | None = None, renderings: Renderings | None = None) -> None:
+        """`renderings` keeps what the template rendered; None: every call renders."""
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(
                 "tokenizer.chat_template=None: the prompt is a list of messages and the tokenizer has no chat "
                 "template; set model.assets to one that has, or give prompts as text"
             )
         self.tokenizer, self.tools = tokenizer, tools
+        self._renderings = renderings
+        # The tools' hash is kept: descriptions of tools are many times as large as their tokens.
+        self._template = "" if renderings is None else f"{id(tokenizer)} {digest(tools).hex()}"
 
     def prompt(self, messages: list[Message]) -> list[int]:
         """Tokens of `messages` up to the beginning of the assistant's next message."""
-        return self._encode(self._text(messages, more=True))
+        return self._once([messages], lambda: self._encode(self._text(messages, more=True)))
 
     def between(self, history: list[Message], following: list[Message], *, more: bool = True) -> list[int]:
         """Tokens after the text of the assistant's message that follows `history`: the end of the turn, the `following`
         messages and, with `more`, the beginning of the assistant's next message."""
+        return self._once([history, following, more], lambda: self._between(history, following, more))
+
+    def _between(self, history: list[Message], following: list[Message], more: bool) -> list[int]:
         text = self._text([*history, {"role": "assistant", "content": _MARK}, *following], more)
         if text.count(_MARK) != 1:
             raise ValueError(
@@ -87,6 +96,9 @@ class Chat:
             tokens += content_tokens + between
             mask += [True] * len(content_tokens) + [ends and j == 0 for j in range(len(between))]
         return tokens, mask
+
+    def _once(self, arguments: list, render: Callable[[], list[int]]) -> list[int]:
+        return render() if self._renderings is None else self._renderings.once([self._template, arguments], render)
 
     def _first_special(self, tokens: list[int]) -> int | None:
         return tokens[0] if tokens and tokens[0] in self.tokenizer.all_special_ids else None

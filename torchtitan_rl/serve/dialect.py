@@ -14,7 +14,7 @@ from torchtitan_rl.rollout.ignored_parameters import NOT_OFFERED
 from torchtitan_rl.serve.errors import Refused, invalid
 from torchtitan_rl.serve.openai.requests import ChatRequest, chat_request
 
-__all__ = ["Fields", "Translated", "body_of", "renamed", "translated", "validated"]
+__all__ = ["Conversation", "Fields", "Translated", "body_of", "renamed", "translated", "validated"]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -48,6 +48,16 @@ class Fields:
         return content, left_out
 
 
+@dataclass(slots=True, frozen=True)
+class Conversation:
+    """What a request of Responses goes on from and asks, in the two forms in which it is stored."""
+
+    messages: list[dict[str, Any]]
+    """As messages of chat completions, without `instructions`."""
+    items: list[dict[str, Any]]
+    """As items with identities."""
+
+
 @dataclass(slots=True)
 class Translated:
     """A request of a dialect, and what it asks for as a chat completion."""
@@ -57,6 +67,8 @@ class Translated:
     chat: ChatRequest
     left_out: list[str] = field(default_factory=list)
     """Parameters that the client sent and that `ignored` names."""
+    conversation: Conversation | None = None
+    """None in a dialect whose answers are not stored."""
 
     @property
     def model(self) -> str | None:

@@ -23,6 +23,7 @@ from starlette.responses import Response
 from torchtitan_rl import adapters
 from torchtitan_rl.rollout.agent import Endpoint, SessionLimits
 from torchtitan_rl.rollout.policy import Policy
+from torchtitan_rl.rollout.renderings import Renderings
 from torchtitan_rl.serve.anthropic.anthropic_errors import anthropic_answer
 from torchtitan_rl.serve.dialect import Translated
 from torchtitan_rl.serve.errors import Refused, answer, invalid
@@ -33,7 +34,6 @@ from torchtitan_rl.serve.listening import Listening
 from torchtitan_rl.serve.openai import responses
 from torchtitan_rl.serve.openai.message_spans import Spans
 from torchtitan_rl.serve.openai.messages import stopped_by
-from torchtitan_rl.serve.openai.rendering import Renderings
 from torchtitan_rl.serve.openai.requests import ChatRequest, CompletionRequest, RewardRequest, Sampled, parse
 from torchtitan_rl.serve.openai.served import BASE, Served, not_served, unknown_model
 from torchtitan_rl.serve.openai.sessions import Answer, Prompt, Session
@@ -346,7 +346,8 @@ class _Routes:
         made = response_events.response(reply, query, session, events)
         whole = response_events.whole_response(made)
         if query.request.store is not False:
-            stored.keep(StoredResponse(whole, [*query.messages, responses.answer_message(reply)], query.items))
+            before = query.conversation
+            stored.keep(StoredResponse(whole, [*before.messages, responses.answer_message(reply)], before.items))
         if chat.stream:
             return _events(response_events.event_bytes(response_events.response_events(made, events)))
         return _sent(whole)

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from torchtitan_rl.tasks import row_files, splits
-from torchtitan_rl.tasks.family import SPLITS, TaskSource, check_index, check_split, stable_hash
+from torchtitan_rl.tasks.family import SPLITS, DataIdentity, TaskSource, check_index, check_split, stable_hash
 from torchtitan_rl.tasks.row_tasks import RowTasks
 from torchtitan_rl.types import Task
 
-__all__ = ["Dataset", "DatasetSource"]
+__all__ = ["Dataset"]
 
 logger = logging.getLogger(__name__)
 
@@ -130,8 +130,9 @@ class Dataset:
         answer = str(task.answer).strip()
         return [float(completion.strip() == answer) for completion in completions]
 
-    def source(self, split: str, seed: int) -> DatasetSource:
-        return DatasetSource(self, split, seed)
+    def source(self, split: str, seed: int) -> TaskSource:
+        """A source whose state names the data, so that no run goes on with other data."""
+        return TaskSource(self, split, seed, DataIdentity(f"dataset.train={self.config.train!r}", self.digest))
 
     def _without_overlaps(self, keys: dict[str, list[int]], positions: dict[str, list[int]]) -> dict[str, list[int]]:
         """`positions` without the rows that `config.overlap` leaves out; warns of repeated rows and of rows that
@@ -159,24 +160,6 @@ class Dataset:
             )
             left_out[overlap.split].update(overlap.positions if dropped else ())
         return {s: [p for i, p in enumerate(positions[s]) if i not in left_out[s]] for s in SPLITS}
-
-
-class DatasetSource(TaskSource):
-    """A `TaskSource` whose state names the data, so that no run goes on with other data."""
-
-    family: Dataset
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**TaskSource.state_dict(self), "data": self.family.digest}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from a `state_dict()`. Raises ValueError for a state of other data."""
-        if state["data"] != self.family.digest:
-            raise ValueError(
-                f"dataset.train={self.family.config.train!r}: rows are not those that the run started with (hash "
-                f"{state['data']}, now {self.family.digest}); put them back, or start a new run"
-            )
-        TaskSource.load_state_dict(self, state)
 
 
 def _tables(config: Dataset.Config) -> Iterator[tuple[str, Any, str]]:

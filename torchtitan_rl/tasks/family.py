@@ -5,11 +5,22 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torchtitan_rl.types import Task
 
-__all__ = ["SPLITS", "TaskFamily", "TaskSource", "source_of", "check_index", "check_split", "stream", "stable_hash"]
+__all__ = [
+    "SPLITS",
+    "DataIdentity",
+    "TaskFamily",
+    "TaskSource",
+    "check_index",
+    "check_split",
+    "source_of",
+    "stable_hash",
+    "stream",
+]
 
 SPLITS = ("train", "validation", "test")
 
@@ -38,19 +49,31 @@ class TaskFamily(Protocol):
         """One reward per completion; every completion is an attempt at `task`. May be an async function."""
 
 
+@dataclass(frozen=True, slots=True)
+class DataIdentity:
+    """Which rows a family's tasks are made of."""
+
+    name: str
+    """The setting that names the rows and its value, for messages."""
+    digest: str
+    """A hash of the rows."""
+
+
 class TaskSource:
     """Hands out the tasks of one split in a run's order, and can be resumed.
 
     A finite split is visited in epochs, each a permutation made from `(seed, epoch)`, so no task repeats within an
     epoch. An endless split is visited by index from `seed * 2**32`, so runs with other seeds see other tasks.
-    Raises ValueError for an empty split and for a negative seed.
     """
 
-    def __init__(self, family: TaskFamily, split: str, seed: int) -> None:
+    def __init__(self, family: TaskFamily, split: str, seed: int, data: DataIdentity | None = None) -> None:
+        """`data` are the rows that the tasks are made of: the state names them, and a run that is resumed goes on with
+        the same rows alone. None: the family's config says all about its tasks. Raises ValueError for an empty split
+        and for a negative seed."""
         check_split(split)
         if seed < 0:
             raise ValueError(f"seed={seed}: must not be negative; use 0 or more")
-        self.family, self.split, self.seed = family, split, seed
+        self.family, self.split, self.seed, self._data = family, split, seed, data
         self.num_tasks = family.num_tasks(split)
         if self.num_tasks is not None and self.num_tasks < 1:
             raise ValueError(
@@ -74,10 +97,17 @@ class TaskSource:
 
     def state_dict(self) -> dict[str, Any]:
         """The source's position; everything else follows from the constructor's arguments."""
-        return {"epoch": self.epoch, "cursor": self.cursor}
+        position: dict[str, Any] = {"epoch": self.epoch, "cursor": self.cursor}
+        return position if self._data is None else {**position, "data": self._data.digest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from a `state_dict()`. Raises ValueError if the split now has fewer tasks than were visited."""
+        """Continues from a `state_dict()`. Raises ValueError for a state of other data, and if the split now has fewer
+        tasks than were visited."""
+        if self._data is not None and state["data"] != self._data.digest:
+            raise ValueError(
+                f"{self._data.name}: rows are not those that the run started with (hash {state['data']}, now "
+                f"{self._data.digest}); put them back, or start a new run"
+            )
         if self.num_tasks is not None and state["cursor"] > self.num_tasks:
             raise ValueError(
                 f"task.{self.split}.cursor={state['cursor']}: the split now has {self.num_tasks} tasks; "

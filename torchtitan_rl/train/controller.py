@@ -25,6 +25,7 @@ from torchtitan_rl.launch.choice import backend_of
 from torchtitan_rl.mismatch.explainer import MismatchExplainer
 from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.record import attempts
+from torchtitan_rl.record.console.json_progress import JsonProgress
 from torchtitan_rl.record.console.progress import Progress
 from torchtitan_rl.record.console.step_numbers import step_line
 from torchtitan_rl.record.recorder import (
@@ -192,7 +193,7 @@ class Controller(AbstractAsyncContextManager):
         cls,
         config: RunConfig,
         *,
-        progress: Progress | None = None,
+        progress: Progress | JsonProgress | None = None,
         hf_weights: Path | None = None,
         hosts: Hosts | None = None,
         backend: Literal["actors", "local", "tinker"] = "actors",

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from torchtitan_rl import html
 from torchtitan_rl.algorithm.grouping import fill_rewards
 from torchtitan_rl.config.run import ControllerConfig, EvalSetConfig, RunConfig, Split
-from torchtitan_rl.config.sampling import changes
 from torchtitan_rl.record.recorder import Evaluated, Metrics, Recorder
 from torchtitan_rl.record.records import evaluation_record
 from torchtitan_rl.record.tracing import running
@@ -28,6 +27,7 @@ from torchtitan_rl.tasks.reward_parts import part_means
 from torchtitan_rl.train.intervals import pass_at_k as chance_of_one
 from torchtitan_rl.train.intervals import score_interval
 from torchtitan_rl.types import Rollout, RolloutGroup, Task
+from torchtitan_rl.types.completions import changes
 
 if TYPE_CHECKING:  # it imports Monarch, which a dry run does without
     from torchtitan_rl.rollout.player import Rollouts

@@ -8,6 +8,7 @@ from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.health.watch import Watch
 from torchtitan_rl.record.background import BackgroundListener
 from torchtitan_rl.record.console.display import Display
+from torchtitan_rl.record.console.json_progress import JsonProgress
 from torchtitan_rl.record.console.progress import Progress
 from torchtitan_rl.record.recorder import Listener, Recorder
 from torchtitan_rl.record.run_dir import RunDir
@@ -22,7 +23,7 @@ def recorder_of(
     config: RunConfig,
     run_dir: RunDir,
     decode: Callable[[list[int]], str],
-    progress: Progress | None,
+    progress: Progress | JsonProgress | None,
     *,
     debugger: bool = False,
 ) -> Recorder:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Annotated
 
-__all__ = ["Request", "SamplingParams", "Scores", "NEUTRAL", "WITHOUT_ADAPTERS"]
+from annotated_types import Ge, Gt, Interval
+
+from torchtitan_rl.constraints import Hint
+
+__all__ = ["AlteredSampling", "Request", "SamplingParams", "Scores", "NEUTRAL", "WITHOUT_ADAPTERS", "changes"]
 
 WITHOUT_ADAPTERS = -1
 """In the place of a policy version: the base, in an engine that holds adapters beside it."""
@@ -23,25 +28,35 @@ was drawn with such a setting trains."""
 
 
 @dataclass(kw_only=True, slots=True)
-class SamplingParams:
+class AlteredSampling:
+    """The distribution that tokens are drawn from, where it is not the policy's own. The first three act on samples
+    only: a greedy completion has the likeliest token in any case. In a config the bounds of the fields are checked.
+
+    Example: `AlteredSampling(top_p=0.95, top_k=20)`.
+    """
+
+    top_p: Annotated[float, Interval(gt=0, le=1), Hint("use 1 to keep every token")] = 1.0
+    """Draw from the likeliest tokens whose probabilities sum to `top_p`; 1: from every token."""
+    top_k: Annotated[int, Ge(0), Hint("use 0 to keep every token")] = 0
+    """Draw from the `top_k` likeliest tokens; 0: from every token."""
+    min_p: Annotated[float, Interval(ge=0, le=1), Hint("use 0 to keep every token")] = 0.0
+    """Draw from the tokens that are at least `min_p` times as likely as the likeliest; 0: from every token."""
+    repetition_penalty: Annotated[float, Gt(0), Hint("use 1 for no penalty")] = 1.0
+    """Divides positive logits, and multiplies negative ones, of tokens in the prompt or the completion so far; 1: no
+    penalty."""
+    presence_penalty: Annotated[float, Interval(ge=-2, le=2), Hint("use 0 for no penalty")] = 0.0
+    """Subtracted from the logit of every token that the completion has already; 0: no penalty."""
+    frequency_penalty: Annotated[float, Interval(ge=-2, le=2), Hint("use 0 for no penalty")] = 0.0
+    """Subtracted from the logit of a token as often as the completion has the token already; 0: no penalty."""
+
+
+@dataclass(kw_only=True, slots=True)
+class SamplingParams(AlteredSampling):
     """How one completion is drawn. Example: `SamplingParams(max_tokens=16, temperature=1.0, seed=3)`."""
 
     max_tokens: int
     temperature: float = 1.0
     """0 is greedy."""
-    top_p: float = 1.0
-    """Draw from the likeliest tokens whose probabilities sum to `top_p`; 1 keeps every token."""
-    top_k: int = 0
-    """Draw from the `top_k` likeliest tokens; 0 keeps every token."""
-    min_p: float = 0.0
-    """Draw from the tokens that are at least `min_p` times as likely as the likeliest; 0 keeps every token."""
-    repetition_penalty: float = 1.0
-    """Divides positive logits, and multiplies negative ones, of tokens that are in the prompt or in the completion so
-    far; 1 changes nothing."""
-    presence_penalty: float = 0.0
-    """Subtracted from the logit of every token that the completion has already; 0 changes nothing."""
-    frequency_penalty: float = 0.0
-    """Subtracted from the logit of a token as often as the completion has the token already; 0 changes nothing."""
     seed: int | None = None
     """The stream of random numbers: token t takes number t, so equal seed, prompt and weights give equal tokens. On a
     GPU rounding depends on the batch, and a token may differ: docs/numerics.md says how rarely."""
@@ -60,6 +75,12 @@ class SamplingParams:
         """The settings by name that draw from another distribution than the policy's."""
         filters = {name: getattr(self, name) for name, off in NEUTRAL.items() if getattr(self, name) not in off}
         return filters | ({"structure": self.structure} if self.structure else {})
+
+
+def changes(settings: AlteredSampling) -> dict[str, float]:
+    """Name -> value of every setting that differs from its default."""
+    settings_of = {field.name: (getattr(settings, field.name), field.default) for field in fields(AlteredSampling)}
+    return {name: value for name, (value, default) in settings_of.items() if value != default}
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from torchtitan_rl.config.meshes import LoRAConfig
 from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.config.sampling import changes
+from torchtitan_rl.types.completions import changes
 
 __all__ = ["adapted_parts", "check_remote", "without_export"]
 

@@ -18,6 +18,7 @@ import torch
 import xxhash
 
 from torchtitan_rl import platform
+from torchtitan_rl.model.generator_cut import RankPart
 
 __all__ = [
     "ALIGNMENT",
@@ -40,16 +41,20 @@ class Entry:
     """One tensor in the buffer."""
 
     shape: tuple[int, ...]
+    """Of the whole tensor."""
     dtype: torch.dtype
     offset: int
+    part_shape: tuple[int, ...] | None = None
+    """Of one generator rank's part of the tensor, where the buffer has that part; None: the buffer has all of it."""
 
     @property
     def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        return torch.Size(self.shape if self.part_shape is None else self.part_shape).numel() * self.dtype.itemsize
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The tensor, sharing memory with the uint8 buffer."""
-        return buffer[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
+        """The tensor, or a `RankPart` of it, sharing memory with the uint8 buffer."""
+        flat = buffer[self.offset : self.offset + self.nbytes].view(self.dtype)
+        return flat.view(self.shape) if self.part_shape is None else flat.view(self.part_shape).as_subclass(RankPart)
 
 
 class Block(NamedTuple):

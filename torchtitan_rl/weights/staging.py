@@ -5,34 +5,17 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
-from dataclasses import dataclass
 from functools import partial
 
 import numpy
 import torch
 
 from torchtitan_rl import platform
-from torchtitan_rl.model.generator_cut import RankPart, cut_dim
+from torchtitan_rl.model.generator_cut import cut_dim
 from torchtitan_rl.weights.layout import ALIGNMENT, Entry, Manifest, host_name, open_shared
 from torchtitan_rl.weights.pieces import Box, PieceManifest
 
-__all__ = ["PartEntry", "Staging", "part_box", "plan_part", "opened"]
-
-
-@dataclass(frozen=True, slots=True)
-class PartEntry(Entry):
-    """A rank's part of a tensor in the buffer; `shape` is the whole tensor's."""
-
-    part_shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return torch.Size(self.part_shape).numel() * self.dtype.itemsize
-
-    def view(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The part, sharing memory with the uint8 buffer."""
-        flat = buffer[self.offset : self.offset + self.nbytes]
-        return flat.view(self.dtype).view(self.part_shape).as_subclass(RankPart)
+__all__ = ["Staging", "part_box", "plan_part", "opened"]
 
 
 def part_box(name: str, shape: tuple[int, ...], rank: int, size: int) -> Box:
@@ -57,8 +40,8 @@ def plan_part(manifest: PieceManifest, rank: int, size: int) -> Manifest:
         if stored not in offsets:
             offsets[stored] = end
             end += -(-part.numel * entry.dtype.itemsize // ALIGNMENT) * ALIGNMENT
-        place = entry.shape, entry.dtype, offsets[stored]
-        entries[name] = Entry(*place) if size == 1 else PartEntry(*place, part.shape)
+        part_shape = None if size == 1 else part.shape
+        entries[name] = Entry(entry.shape, entry.dtype, offsets[stored], part_shape)
     return Manifest(version=manifest.version, entries=entries, nbytes=end)
 
 

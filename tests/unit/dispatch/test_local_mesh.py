@@ -8,7 +8,7 @@ import torch
 
 from torchtitan_rl.dispatch import local_mesh
 from torchtitan_rl.dispatch.local_mesh import LocalMesh
-from torchtitan_rl.dispatch.role_mesh import WorkerLost
+from torchtitan_rl.dispatch.role_mesh import NoAnswer
 
 
 class Worker:
@@ -71,7 +71,7 @@ async def test_what_a_worker_raises_names_role_and_endpoint_and_does_not_hold_up
 
 
 async def test_a_call_past_its_deadline_is_given_up_on_and_named():
-    with pytest.raises(WorkerLost, match=r"policy-0\.wait: no answer within 0.01 s"):
+    with pytest.raises(NoAnswer, match=r"policy-0\.wait: no answer within 0.01 s"):
         await mesh(in_order=False, timeout_s=60).call_rank(0, Worker.wait, 30, timeout_s=0.01)
 
 

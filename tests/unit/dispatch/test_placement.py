@@ -8,7 +8,7 @@ import pytest
 from tests.kit.mesh import Mesh
 from torchtitan_rl.actors.operations import GeneratorOperations, TrainerOperations
 from torchtitan_rl.dispatch.placement import Placement
-from torchtitan_rl.dispatch.role_mesh import WorkerLost
+from torchtitan_rl.dispatch.role_mesh import ProcessDied
 
 
 def operation_of(role, name):
@@ -189,11 +189,11 @@ async def test_a_generator_that_died_takes_no_more_turns_and_the_last_one_is_an_
     replicas = [Mesh("generator-0", log), Mesh("generator-1", log)]
     built.add("policy", [Mesh("policy", log)])
     built.add("generator", replicas)
-    replicas[0].answers["sleep"] = WorkerLost("generator-0 died")
+    replicas[0].answers["sleep"] = ProcessDied("generator-0 died")
     await built.evict("generator")
     assert log == [("generator-1", "sleep")]
-    replicas[1].answers["wake"] = WorkerLost("generator-1 died")
-    with pytest.raises(WorkerLost, match="generator-1 died"):
+    replicas[1].answers["wake"] = ProcessDied("generator-1 died")
+    with pytest.raises(ProcessDied, match="generator-1 died"):
         async with built.turn("generator", GeneratorOperations.sample):
             pass
 

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from tests.kit.replicas import Config, Mesh, Weights, sample_all, settle
+from torchtitan_rl.dispatch.mesh_sampling_client import MeshSamplingClient
 from torchtitan_rl.dispatch.resident_adapters import ResidentAdapters
-from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.dispatch.versions import PolicyVersions
 from torchtitan_rl.types import WITHOUT_ADAPTERS, Completion, SamplingParams
 
@@ -71,7 +71,7 @@ class SlotMesh(Mesh):
 def client_with_slots(num_slots):
     mesh, weights = SlotMesh("generator-0"), Weights()
     versions = PolicyVersions(weights, weights, Config, None, one_host=True, adapters_apart=True)
-    client = SamplingClient([mesh], versions, max_model_len=64, timeout_s=5, num_adapter_slots=num_slots)
+    client = MeshSamplingClient([mesh], versions, max_model_len=64, timeout_s=5, num_adapter_slots=num_slots)
     return mesh, versions, client
 
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from tests.kit.mesh import Mesh
 from torchtitan_rl import platform
 from torchtitan_rl.config.meshes import TrainerConfig
+from torchtitan_rl.dispatch.mesh_training_client import MeshTrainingClient
 from torchtitan_rl.dispatch.microbatches import plan_microbatches
 from torchtitan_rl.dispatch.shared_plan import PrefixCost, plan_siblings, prefix_cost
-from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.families import Qwen3Shape
 from torchtitan_rl.types import Accumulated, Datum
 
@@ -206,7 +206,7 @@ class Answering(Mesh):
 @pytest.mark.parametrize(("cost", "shared", "fraction"), [(None, None, None), (FREE, [0, 4], 0.4)])
 async def test_a_client_sends_what_is_shared_and_says_how_much(cost, shared, fraction):
     mesh = Answering()
-    client = TrainingClient(
+    client = MeshTrainingClient(
         mesh, max_tokens_per_microbatch=99, max_datum_tokens=99, temperature=1.0, vocab_size=64, prefix_cost=cost
     )
     output = await client.forward([datum(5, 2), datum(5, 3)])

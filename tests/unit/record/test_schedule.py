@@ -1,5 +1,7 @@
 """Schedules of engines: what is written is read back, and what came before a checkpoint is left out."""
 
+from dataclasses import fields
+
 import pytest
 import torch
 
@@ -18,7 +20,7 @@ from torchtitan_rl.record.schedule import (
     since,
     since_load,
 )
-from torchtitan_rl.types import WITHOUT_ADAPTERS, Request, SamplingParams
+from torchtitan_rl.types import NEUTRAL, WITHOUT_ADAPTERS, Request, SamplingParams
 
 
 def request(seed, number=1):
@@ -73,6 +75,31 @@ def test_a_request_is_known_by_what_it_asks_and_not_by_its_number():
     assert request_key(request(7, number=1)) == request_key(request(7, number=9))
     assert request_key(request(7)) != request_key(request(8))
     assert request_key(Request([1, 2], None)) != request_key(Request([1, 2], None, top_k=1))
+
+
+def test_the_names_of_requests_stay_as_records_have_them():
+    params = SamplingParams(
+        max_tokens=4, temperature=0.5, top_k=3, presence_penalty=0.25, seed=7, stop=["."], stop_token_ids=[5]
+    )
+    assert request_key(Request([1, 2], params)) == "9401bc525a18193b"
+    assert request_key(Request([1, 2], None, top_k=2, cached=True)) == "9dc775c1d1e46718"
+
+
+def test_every_setting_names_a_request():
+    def key(**settings):
+        return request_key(Request([1, 2], SamplingParams(max_tokens=4, **settings)))
+
+    filters = {name: 0.5 for name in NEUTRAL}
+    further = {
+        "temperature": 0.5,
+        "seed": 3,
+        "stop": ["."],
+        "stop_token_ids": [5],
+        "ignore_eos": True,
+        "structure": "{}",
+    }
+    changed = {key(**{name: value}) for name, value in (filters | further).items()}
+    assert len(changed | {key()}) == len(fields(SamplingParams))  # `max_tokens` has no default
 
 
 def test_one_bit_of_a_tensor_changes_its_digest_and_no_other():

@@ -13,7 +13,7 @@ from torchtitan_rl.record.recorder import Listener, Recorder
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.record.status import Status, note_end, watched
 
-logger = logging.getLogger("torchtitan_rl.dispatch.sampling_client")
+logger = logging.getLogger("torchtitan_rl.dispatch.mesh_sampling_client")
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from functools import partial
 from types import FunctionType
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from torchtitan_rl.algorithm import losses
 from torchtitan_rl.algorithm.surrogate import data_metrics, sampled_logprobs
@@ -24,11 +25,12 @@ from torchtitan_rl.types import Datum, LossFunction, LossInputs
 
 __all__ = ["Evaluated", "ServiceLoss", "evaluate", "linearized", "service_loss"]
 
-_UNKNOWN = {
+_NOT_COMPUTED = {
     "entropy": "the entropy of the policy's distribution",
     "predicted_values": "a critic's values",
     "teacher_kl": "the KL to a teacher's whole distribution",
 }
+"""Loss input -> its words, for messages."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -52,16 +54,23 @@ class Evaluated:
     """Per datum, the derivative by each log-probability, in the targets' shape; empty unless asked for."""
 
 
-class _Inputs(LossInputs):
-    """A view without what only the holder of the model can compute."""
+class _NotComputed(torch.Tensor):
+    """In the place of a loss input that only the holder of the model can compute. Any use of it raises ValueError."""
 
-    def __getattribute__(self, name: str):
-        if name in _UNKNOWN:
-            raise ValueError(
-                f"loss input {name!r}: a remote service answers log-probabilities of the targets alone, and not "
-                f"{_UNKNOWN[name]}; use a loss of log-probabilities, or backend='actors'"
-            )
-        return super().__getattribute__(name)
+    message = ""
+
+    @classmethod
+    def of(cls, name: str) -> _NotComputed:
+        tensor = torch.empty(0).as_subclass(cls)
+        tensor.message = (
+            f"loss input {name!r}: a remote service answers log-probabilities of the targets alone, and not "
+            f"{_NOT_COMPUTED[name]}; use a loss of log-probabilities, or backend='actors'"
+        )
+        return tensor
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        raise ValueError(next(leaf.message for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)))
 
 
 def evaluate(
@@ -76,8 +85,9 @@ def evaluate(
     """
     batch, wanted = pack(data), weight is not None
     leaf = torch.cat(logprobs).detach().requires_grad_(wanted)
-    inputs = _Inputs(
+    inputs = LossInputs(
         policy_logprobs=leaf,
+        **{name: _NotComputed.of(name) for name in _NOT_COMPUTED},
         datum=torch.repeat_interleave(torch.tensor(batch.lengths)),
         num_datums=len(data),
         tensors=batch.loss_inputs,

@@ -27,8 +27,8 @@ class RemoteSamplingClient(SamplingClient):
         self, samplers: Samplers, versions: PolicyVersions, *, max_model_len: int, timeout_s: float, eos: int
     ) -> None:
         """`eos` is the token that ends a completion unless a request says otherwise."""
-        super().__init__([], versions, max_model_len=max_model_len, timeout_s=timeout_s)
-        self._samplers, self._published, self._eos = samplers, versions, eos
+        super().__init__(versions, max_model_len=max_model_len)
+        self._samplers, self._timeout_s, self._eos = samplers, timeout_s, eos
         self._open: set[asyncio.Task] = set()
         self._closed = False
 
@@ -44,20 +44,32 @@ class RemoteSamplingClient(SamplingClient):
         """No engine stands still for a version: a version has a sampler of its own."""
         return [0.0]
 
+    def request_times(self) -> dict[str, tuple[float, int]]:
+        """{}: the service chooses between its replicas."""
+        return {}
+
+    def loaded_version(self) -> None:
+        """None: what the service has loaded, it does not say."""
+
+    async def profile(self, role: str, rank: int, file: str) -> None:
+        not_offered("profile")
+
+    async def weights(self) -> dict[str, torch.Tensor]:
+        not_offered("weights")
+
     async def pull(self, version: int) -> None:
         """Makes a published version the one that serves unpinned requests. Raises ValueError for any other version."""
-        previous = self._published.served
-        self._published.pin(version, _ROLE)
-        self._published.served = version
+        previous = self._versions.served
+        self._versions.pin(version, _ROLE)
+        self._versions.served = version
         if previous is not None:
-            await self._published.end_serving(previous)
-            await self._published.release(previous, _ROLE)
+            await self._versions.end_serving(previous)
+            await self._versions.release(previous, _ROLE)
 
     async def load_hf(self, directory: str, *, version: int = 0) -> None:
         not_offered("load_hf")
 
     async def _submit(self, request: Request, version: int | None) -> Any:
-        """The answer to one request. Raises ValueError for a request that the service refuses."""
         if self.policy_version is None:
             raise RuntimeError("policy_version=None: no version is published yet; publish and pull first")
         if self._closed:
@@ -114,7 +126,6 @@ class RemoteSamplingClient(SamplingClient):
         }
 
     def close(self) -> None:
-        """Cancels every unanswered call. Its caller gets a RuntimeError."""
         self._closed = True
         for task in self._open:
             task.cancel()

@@ -19,7 +19,7 @@ from torchtitan_rl.dispatch.microbatches import check_alike, check_lengths
 from torchtitan_rl.dispatch.role_mesh import describe
 from torchtitan_rl.dispatch.tinker import loss_terms
 from torchtitan_rl.dispatch.tinker.call_order import CallOrder, done
-from torchtitan_rl.dispatch.tinker.session import NoMesh, Samplers, answered, sdk
+from torchtitan_rl.dispatch.tinker.session import Samplers, answered, not_offered, sdk
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.types import Datum, ForwardBackwardOutput, LossFunction, OptimParams, OptimStepOutput
 from torchtitan_rl.weights import checkpoint
@@ -43,16 +43,10 @@ class RemoteTrainingClient(TrainingClient):
     later calls wait until the second one is sent.
     """
 
-    def __init__(self, client: Any, rest: Any, samplers: Samplers, config: RunConfig, *, vocab_size: int) -> None:
+    def __init__(self, client: Any, rest: Any, samplers: Samplers, config: RunConfig) -> None:
         """`client` and `rest` are the SDK's TrainingClient and RestClient. `config` is settled."""
-        super().__init__(
-            NoMesh(config.controller.call_timeout_s),  # type: ignore[arg-type]
-            max_tokens_per_microbatch=config.trainer.max_tokens_per_microbatch,
-            max_datum_tokens=config.trainer.training.seq_len,
-            temperature=config.algorithm.temperature,
-            vocab_size=vocab_size,
-        )
         self._client, self._rest, self._samplers, self._config = client, rest, samplers, config
+        self._max_datum_tokens, self._temperature = config.trainer.training.seq_len, config.algorithm.temperature
         self._timeout_s = config.controller.call_timeout_s
         self._order = CallOrder()
         self._version: asyncio.Future[int] = done(0)
@@ -300,6 +294,60 @@ class RemoteTrainingClient(TrainingClient):
         with warnings.catch_warnings():  # see service._not_on_loading
             warnings.simplefilter("ignore", FutureWarning)
             return self._client.load_state_with_optimizer(remote) if optimizer else self._client.load_state(remote)
+
+    # What the protocol does not have.
+
+    def begin_model(self, policy_version: int) -> asyncio.Future[None]:
+        not_offered("begin_model")
+
+    def add_adapter(
+        self, name: str, *, lora_rank: int, seed: int, parts: tuple[str, ...], policy_version: int
+    ) -> asyncio.Future[None]:
+        not_offered("add_adapter")
+
+    def use_adapter(self, name: str) -> asyncio.Future[None]:
+        not_offered("use_adapter")
+
+    def drop_adapter(self, name: str) -> asyncio.Future[None]:
+        not_offered("drop_adapter")
+
+    def freeze_untrained(self) -> asyncio.Future[None]:
+        not_offered("freeze_untrained")
+
+    async def push_copy(self, transport: str) -> None:
+        not_offered("push_copy")
+
+    async def pull_copy(self) -> None:
+        not_offered("pull_copy")
+
+    async def push_head(self, transport: str) -> None:
+        not_offered("push_head")
+
+    async def pull_head(self) -> None:
+        not_offered("pull_head")
+
+    async def save_hf_model(self, path: Path, *, eos: int, pad: int) -> None:
+        not_offered("save_hf_model")
+
+    async def save_adapter(self, path: Path) -> None:
+        not_offered("save_adapter")
+
+    async def parameters(self) -> dict[str, torch.Tensor]:
+        not_offered("parameters")
+
+    async def gradients(self) -> dict[str, torch.Tensor | None]:
+        not_offered("gradients")
+
+    async def moments(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        not_offered("moments")
+
+    async def residency(self) -> list[dict[str, int]]:
+        not_offered("residency")
+
+    async def profile(self, role: str, rank: int, file: str) -> None:
+        not_offered("profile")
+
+    # How a call is answered.
 
     async def _answered(self, operation: str, future: Any) -> Any:
         try:

@@ -8,10 +8,9 @@ import re
 from importlib import import_module
 from typing import Any, NoReturn
 
-from torchtitan_rl.actors.operations import Operation
-from torchtitan_rl.dispatch.role_mesh import WorkerLost, describe
+from torchtitan_rl.dispatch.role_mesh import NoAnswer, describe
 
-__all__ = ["NoMesh", "Samplers", "answered", "not_offered", "sdk"]
+__all__ = ["Samplers", "answered", "not_offered", "sdk"]
 
 _CLIENT_LOG = "tinker.lib.public_interfaces.training_client"
 _FRAME = re.compile(r"Request failed: (.*?) for self\.request_id=", re.DOTALL)
@@ -39,19 +38,19 @@ def _not_on_loading(record: logging.LogRecord) -> bool:
 
 
 async def answered(future: Any, call: str, timeout_s: float) -> Any:
-    """The result of one of the SDK's futures. Raises ValueError for a request that the service refuses, WorkerLost
+    """The result of one of the SDK's futures. Raises ValueError for a request that the service refuses, NoAnswer
     when no answer comes within `timeout_s` or the service cannot be reached, RuntimeError for everything else. Each
     message begins with `call`."""
     tinker = sdk()
     try:
         return await asyncio.wait_for(future.result_async(), timeout_s)
     except TimeoutError:
-        raise WorkerLost(
+        raise NoAnswer(
             f"{call}: the service did not answer within {timeout_s:g} s; look at its log, or raise the deadline in "
             "controller.*_timeout_s"
         ) from None
     except tinker.APIConnectionError as error:
-        raise WorkerLost(f"{call}: {describe(error)}; look whether the service runs at TINKER_BASE_URL") from error
+        raise NoAnswer(f"{call}: {describe(error)}; look whether the service runs at TINKER_BASE_URL") from error
     except (tinker.BadRequestError, tinker.UnprocessableEntityError) as error:
         body = error.body if isinstance(error.body, dict) else {}
         raise ValueError(f"{call}: {body.get('error') or body.get('detail') or describe(error)}") from error
@@ -69,20 +68,6 @@ def not_offered(operation: str) -> NoReturn:
         f"policy-0.{operation}: ValueError: a remote service keeps weights and gradients to itself, and the protocol "
         "has no such call; use backend='actors' or 'local'"
     )
-
-
-class NoMesh:
-    """In the place of a mesh: every operation that no client of a remote service overrides is refused."""
-
-    role = "policy"
-
-    def __init__(self, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
-
-    def _refuse(self, operation: Operation, *args: Any) -> NoReturn:
-        not_offered(operation.__name__)
-
-    call_all = call_each = call_leader = call_split = _refuse
 
 
 class Samplers:

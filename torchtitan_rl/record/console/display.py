@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
+from torchtitan_rl.record.console.json_progress import JsonProgress
 from torchtitan_rl.record.console.progress import Bar, Progress
 from torchtitan_rl.record.recorder import Listener, Metrics, Note, Span
 
@@ -13,7 +14,7 @@ __all__ = ["Display"]
 class Display(Listener):
     """Shows metrics as lines, and as bars each span that has a `total` or is `shown`."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: Progress | JsonProgress) -> None:
         self.progress = progress
         self._open: dict[int, tuple[Bar, AbstractContextManager]] = {}
 

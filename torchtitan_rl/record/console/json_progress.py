@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
 from torchtitan_rl.record.console.notices import as_object, say
-from torchtitan_rl.record.console.progress import Bar, Progress
+from torchtitan_rl.record.console.progress import Bar
 
 __all__ = ["JsonProgress"]
 
 
-class JsonProgress(Progress):
-    """Progress without bars. Events: `begin` and `end` of a phase or wait, `metrics` with all numbers of a line,
-    `note`, `error`, and `summary` at the run's end. `quiet` prints nothing except `error` and `summary`."""
+class JsonProgress:
+    """In the place of `progress.Progress`, without bars. Events: `begin` and `end` of a phase or wait, `metrics` with
+    all numbers of a line, `note`, `error`, and `summary` at the run's end. `quiet` prints nothing except `error` and
+    `summary`."""
 
     def __init__(self, *, quiet: bool = False, file: TextIO | None = None) -> None:
-        super().__init__(quiet=quiet, file=file)
-        self._file = file or sys.stdout
+        self._quiet, self._file = quiet, file or sys.stdout
+
+    def phase(self, name: str, total: int):
+        """A context manager around `total` equal pieces of work. Yields a Bar, which prints nothing."""
+        return self._bar(name, total, {"name": name, "total": total})
+
+    def waiting(self, name: str, expected_s: float | None = None):
+        """A context manager around work without pieces."""
+        return self._bar(name, expected_s or 0, {"name": name})
 
     def metrics(self, line: dict[str, Any], text: str) -> None:
         self._write("metrics", line)
@@ -32,12 +41,13 @@ class JsonProgress(Progress):
         say(text, event="error", level="error")
 
     def final_table(self, rows: list[tuple[str, str]]) -> None:
+        """Prints (label, value) rows, quiet or not."""
         self._print(as_object("summary", "info", dict(rows)))
 
     @contextmanager
-    def _bar(self, name: str, total: float, counts: bool) -> Iterator[Bar]:
-        bar = Bar(name, total, self._clock, lambda bar: None, counts)
-        self._write("begin", {"name": name, **({"total": total} if counts else {})})
+    def _bar(self, name: str, total: float, began: dict[str, Any]) -> Iterator[Bar]:
+        bar = Bar(name, total, time.monotonic, lambda bar: None)
+        self._write("begin", began)
         outcome = "stopped"
         try:
             yield bar

@@ -19,12 +19,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan_rl.rollout.agent import Endpoint, SessionLimits
+from torchtitan_rl.rollout.chat import Chat
 from torchtitan_rl.rollout.policy import Policy, SamplingFailed
+from torchtitan_rl.rollout.renderings import Renderings
 from torchtitan_rl.serve.errors import Refused, invalid
 from torchtitan_rl.serve.limits import Places, Rate
 from torchtitan_rl.serve.openai.message_spans import Spans
 from torchtitan_rl.serve.openai.messages import compared, compared_answer, cut, rendered_message
-from torchtitan_rl.serve.openai.rendering import Renderings
 from torchtitan_rl.serve.openai.requests import ChatMessage, ChatRequest, CompletionRequest, Sampled
 from torchtitan_rl.serve.openai.settings import sampling_params
 from torchtitan_rl.serve.openai.structure import Structure, refuse_for_training, structure
@@ -163,7 +164,7 @@ class Session:
             raise invalid(" ".join(str(error).split())[:500] or type(error).__name__, "messages") from error
 
     def _conversation(self, messages: list[ChatMessage], tools: list[dict]) -> Prompt:
-        chat = self._renderings.chat(self.policy.tokenizer, tools)
+        chat = Chat(self.policy.tokenizer, tools or None, self._renderings)
         rendered = [rendered_message(message) for message in messages]
         keys = [hash(("tools", json.dumps(tools)))]
         for message in messages:

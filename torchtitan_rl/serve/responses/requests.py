@@ -6,7 +6,6 @@ Importing this module imports vLLM, which takes seconds: `serve.gateway` does so
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
 from typing import Any
 
 from openai.types.responses import FunctionTool, ResponseFunctionToolCall, ResponseReasoningItem
@@ -14,13 +13,13 @@ from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.openai.responses.utils import construct_chat_messages_with_tool_call
 
 from torchtitan_rl.rollout.ignored_parameters import RESPONSES_NOT_OFFERED
-from torchtitan_rl.serve.dialect import Fields, Translated, body_of, validated
+from torchtitan_rl.serve.dialect import Conversation, Fields, Translated, body_of, validated
 from torchtitan_rl.serve.errors import Refused, invalid
 from torchtitan_rl.serve.openai.requests import chat_request
 from torchtitan_rl.serve.responses.items import identified, without_nulls
 from torchtitan_rl.serve.stored_responses import StoredResponse, StoredResponses
 
-__all__ = ["LOGPROBS", "ResponsesQuery", "count_request", "responses_request"]
+__all__ = ["LOGPROBS", "count_request", "responses_request"]
 
 LOGPROBS = "message.output_text.logprobs"
 """What `include` may ask for: the log-probability of each sampled token."""
@@ -59,27 +58,15 @@ _TEXT_PARTS = ("input_text", "output_text")
 _UNFINISHED = ("in_progress", "incomplete")
 
 
-@dataclass(slots=True)
-class ResponsesQuery(Translated):
-    """A request for a response."""
-
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    """The conversation as messages of chat completions, without `instructions`."""
-    items: list[dict[str, Any]] = field(default_factory=list)
-    """The same as items with identities."""
-
-
 def responses_request(
     stored: StoredResponses, body: bytes, ignored: Collection[str] = ()
-) -> tuple[ResponsesQuery, list[str]]:
+) -> tuple[Translated, list[str]]:
     """A request for a response, which may go on from one of `stored`. Raises Refused (400) for a field that is not
     offered, for what is not of the form, and for a response that is not stored."""
     return _request(_FIELDS, stored, body, ignored)
 
 
-def count_request(
-    stored: StoredResponses, body: bytes, ignored: Collection[str] = ()
-) -> tuple[ResponsesQuery, list[str]]:
+def count_request(stored: StoredResponses, body: bytes, ignored: Collection[str] = ()) -> tuple[Translated, list[str]]:
     """A request for the number of tokens of a prompt, as a chat completion with this prompt: where it has no input, of
     a stored response's conversation alone. Raises Refused as `responses_request` does."""
     return _request(_OF_COUNT, stored, body, ignored)
@@ -87,7 +74,7 @@ def count_request(
 
 def _request(
     fields: Fields, stored: StoredResponses, body: bytes, ignored: Collection[str]
-) -> tuple[ResponsesQuery, list[str]]:
+) -> tuple[Translated, list[str]]:
     whole = body_of(body)
     tools = _chat_tools(whole.get("tools") or [])
     content, left_out = fields.checked(whole, ignored)
@@ -111,7 +98,8 @@ def _request(
         chat = {name: chat[name] for name in _COUNTED if name in chat}
     query, also_left_out = chat_request(chat, ignored)
     left_out += also_left_out
-    return ResponsesQuery(request, query, left_out, messages, items + identified(content["input"])), left_out
+    conversation = Conversation(messages, items + identified(content["input"]))
+    return Translated(request, query, left_out, conversation), left_out
 
 
 def _not_offered(place: str, why: str, mend: str = "leave it out") -> Refused:

@@ -31,14 +31,14 @@ from vllm.entrypoints.openai.responses.streaming_events import (
     emit_simple_tool_call_open,
 )
 
+from torchtitan_rl.serve.dialect import Translated
 from torchtitan_rl.serve.openai.responses import token_logprobs
 from torchtitan_rl.serve.openai.sessions import Answer, Session
-from torchtitan_rl.serve.responses.requests import ResponsesQuery
 
 __all__ = ["event_bytes", "item_events", "response", "response_events", "whole_response"]
 
 
-def item_events(answer: Answer, query: ResponsesQuery, tokenizer: Any) -> list[Any]:
+def item_events(answer: Answer, query: Translated, tokenizer: Any) -> list[Any]:
     """The events of an answer's items, one after the other: its text as a message unless it has calls alone, and its
     calls. Each item is done in its last event."""
     state, events = SimpleStreamingState(), []
@@ -60,7 +60,7 @@ def item_events(answer: Answer, query: ResponsesQuery, tokenizer: Any) -> list[A
     return events
 
 
-def response(answer: Answer, query: ResponsesQuery, session: Session, events: Iterable[Any]) -> Response:
+def response(answer: Answer, query: Translated, session: Session, events: Iterable[Any]) -> Response:
     """The response whose items `events` bring."""
     request, chat, policy = query.request, query.chat, session.policy
     is_cut = answer.finish_reason == "length"

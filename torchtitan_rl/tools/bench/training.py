@@ -23,7 +23,7 @@ from torchtitan_rl.algorithm import presets
 from torchtitan_rl.algorithm.objective import policy_objective
 from torchtitan_rl.config.meshes import AdamWConfig, TrainerConfig
 from torchtitan_rl.config.model import ModelConfig
-from torchtitan_rl.dispatch.training_client import TrainingClient
+from torchtitan_rl.dispatch.mesh_training_client import MeshTrainingClient
 from torchtitan_rl.launch.actors import ActorLauncher
 from torchtitan_rl.tools.bench.generation import CALL_S
 from torchtitan_rl.tools.bench.measurement import OURS, Measurement, Repeat
@@ -95,7 +95,7 @@ async def _ours(workload: Workload, model: Path, timeline: Path) -> AsyncIterato
     try:
         of_model = ModelConfig(assets=str(model), shape=workload.shape, pretrained=True)
         mesh = await launcher.start_trainer(config, of_model, role="policy", seed=0)
-        policy = TrainingClient(
+        policy = MeshTrainingClient(
             mesh,
             max_tokens_per_microbatch=config.max_tokens_per_microbatch,
             max_datum_tokens=workload.context,

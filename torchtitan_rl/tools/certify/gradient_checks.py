@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 import torch
 
 from torchtitan_rl.algorithm.losses import cross_entropy
+from torchtitan_rl.dispatch.mesh_training_client import MeshTrainingClient
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.launch.actors import ActorLauncher
 from torchtitan_rl.tools.certify.broken_part import plain_model
@@ -82,7 +83,7 @@ async def check_layouts(
 
 def client(subject: Subject, mesh) -> TrainingClient:
     """A client of a mesh that packs all documents into one microbatch."""
-    return TrainingClient(
+    return MeshTrainingClient(
         mesh,
         max_tokens_per_microbatch=10**6,
         max_datum_tokens=subject.shape.max_seq_len,

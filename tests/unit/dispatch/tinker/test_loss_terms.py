@@ -1,5 +1,6 @@
 """Losses in a service's words, against the losses themselves: values and derivatives in float64, by autograd."""
 
+import dataclasses
 from functools import partial
 
 import pytest
@@ -160,14 +161,35 @@ def test_a_correction_is_sent_as_a_cross_entropy():
     assert service_loss(policy_objective(config), random_datums(3), 1.0) is None
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda tensor, inputs: tensor.sum(),
+        lambda tensor, inputs: tensor.shape,
+        lambda tensor, inputs: tensor[inputs.loss_mask > 0],
+        lambda tensor, inputs: inputs.loss_mask * tensor,
+        lambda tensor, inputs: -tensor,
+        lambda tensor, inputs: torch.where(inputs.loss_mask > 0, tensor, 0.0),
+        lambda tensor, inputs: torch.stack([inputs.loss_mask, tensor]),
+    ],
+)
 @pytest.mark.parametrize("name", ["entropy", "teacher_kl", "predicted_values"])
-def test_a_loss_of_what_only_the_models_holder_knows_is_refused(name):
+def test_a_loss_of_what_only_the_models_holder_knows_is_refused(name, use):
     def reads(inputs):
-        return getattr(inputs, name).sum(), {}
+        return use(getattr(inputs, name), inputs), {}
 
     data = random_datums(2)
     with pytest.raises(ValueError, match=f"loss input '{name}': a remote service answers log-probabilities"):
         evaluate(reads, data, _logprobs(data), weight=1.0)
+
+
+def test_a_loss_may_pass_on_what_it_does_not_read():
+    def weighted(inputs):
+        return losses.cross_entropy(dataclasses.replace(inputs, tensors=dict(inputs.tensors)))
+
+    data = random_datums(3)
+    plain, copied = (evaluate(loss_fn, data, _logprobs(data)) for loss_fn in (losses.cross_entropy, weighted))
+    assert plain.loss == copied.loss
 
 
 def test_a_loss_without_the_log_probabilities_has_no_gradient():

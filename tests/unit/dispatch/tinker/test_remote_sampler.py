@@ -58,6 +58,18 @@ async def test_what_the_protocol_cannot_say_is_refused(client, given, message):
         await client.sample([3, 4], SamplingParams(max_tokens=4, **given))
 
 
+async def test_nothing_is_known_of_the_services_engines(client):
+    assert client.health() == {"generator-0": "healthy"} and client.in_flight() == [0] and client.stalls() == [0.0]
+    assert client.request_times() == {} and client.loaded_version() is None and client.num_requests == 0
+    for name, call in {
+        "load_hf": client.load_hf("directory"),
+        "profile": client.profile("generator-0", 0, ""),
+        "weights": client.weights(),
+    }.items():
+        with pytest.raises(RuntimeError, match=rf"^policy-0\.{name}: ValueError: a remote service keeps weights"):
+            await call
+
+
 async def test_every_wait_ends(client):
     with pytest.raises(RuntimeError, match=r"prompt of 2 tokens: the service did not answer within 0\.05 s"):
         await client.sample([3, 4], SamplingParams(max_tokens=4))

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from tests.kit.mesh import Mesh
 from torchtitan_rl.algorithm.losses import cross_entropy
+from torchtitan_rl.dispatch.mesh_training_client import MeshTrainingClient, _agreed, _merge
 from torchtitan_rl.dispatch.microbatches import plan_microbatches
-from torchtitan_rl.dispatch.training_client import TrainingClient, _agreed, _merge
 from torchtitan_rl.types import Accumulated, Datum, OptimStepOutput
 from torchtitan_rl.weights.finite import NotFinite, WeightsNotFinite
 
@@ -134,14 +134,14 @@ def test_order_survives_any_plan(lengths, num_ranks, max_tokens):
 
 
 def test_a_call_without_data_is_refused():
-    client = TrainingClient(None, max_tokens_per_microbatch=8, max_datum_tokens=4, temperature=1.0, vocab_size=7)
+    client = MeshTrainingClient(None, max_tokens_per_microbatch=8, max_datum_tokens=4, temperature=1.0, vocab_size=7)
     with pytest.raises(ValueError) as caught:
         client.forward_backward([], cross_entropy)
     assert str(caught.value) == "forward_backward.data=[]: no datums; skip the call when nothing is left to train on"
 
 
 def test_a_datum_longer_than_the_context_is_refused_by_its_position():
-    client = TrainingClient(None, max_tokens_per_microbatch=8, max_datum_tokens=4, temperature=1.0, vocab_size=7)
+    client = MeshTrainingClient(None, max_tokens_per_microbatch=8, max_datum_tokens=4, temperature=1.0, vocab_size=7)
     with pytest.raises(ValueError) as caught:
         client.forward([datum(4), datum(5)])
     assert str(caught.value) == (
@@ -150,7 +150,7 @@ def test_a_datum_longer_than_the_context_is_refused_by_its_position():
 
 
 def test_datums_with_another_number_of_targets_are_refused_whatever_their_microbatch():
-    client = TrainingClient(Mesh(), max_tokens_per_microbatch=1, max_datum_tokens=4, temperature=1.0, vocab_size=7)
+    client = MeshTrainingClient(Mesh(), max_tokens_per_microbatch=1, max_datum_tokens=4, temperature=1.0, vocab_size=7)
     several = Datum(
         tokens=torch.arange(2),
         target_tokens=torch.zeros(2, 3, dtype=torch.int64),
@@ -190,7 +190,9 @@ def test_a_rank_that_answers_with_too_few_rows_is_named():
 async def test_a_version_that_one_rank_found_not_finite_is_discarded_and_named():
     async def push(*answers):
         mesh = Mesh(push_weights=list(answers))
-        client = TrainingClient(mesh, max_tokens_per_microbatch=8, max_datum_tokens=8, temperature=1.0, vocab_size=64)
+        client = MeshTrainingClient(
+            mesh, max_tokens_per_microbatch=8, max_datum_tokens=8, temperature=1.0, vocab_size=64
+        )
         try:
             return await client.push_weights(torch.float32, "store", True)
         finally:

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from tests.kit.replicas import Mesh, Weights, client_of, died, sample_all, settle
+from torchtitan_rl.dispatch.mesh_sampling_client import MeshSamplingClient
 from torchtitan_rl.dispatch.replica import ReplicaLost
-from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.dispatch.versions import OneVersion
 from torchtitan_rl.types import WITHOUT_ADAPTERS, Completion, SamplingParams
 
@@ -378,7 +378,7 @@ async def test_one_replica_gets_every_request_and_none_is_left_once_it_is_lost()
 
 async def test_weights_of_a_directory_are_one_version_and_another_is_refused():
     meshes = [Mesh("generator-0"), Mesh("generator-1")]
-    client = SamplingClient(meshes, OneVersion(), max_model_len=64, timeout_s=5)
+    client = MeshSamplingClient(meshes, OneVersion(), max_model_len=64, timeout_s=5)
     (early,) = await sample_all(client, [[1]])
     assert str(early) == "policy_version=None: the generators hold no weights yet; publish and pull first"
     await client.load_hf("somewhere", version=4)
