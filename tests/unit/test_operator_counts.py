@@ -39,6 +39,7 @@ def test_a_decode_step_as_cuda_runs_it():
     assert not operator_counts.decode_operators(1).reads
 
 
+@pytest.mark.skipif(not platform.packs_matrices(torch.bfloat16), reason="no packed bfloat16 on this processor")
 def test_a_decode_step_by_packed_matrices_copies_no_heads_apart():
     # Neither the copies of query, key and value, nor a product for `w3`; two copies are for the norms of heads.
     assert operator_counts.decode_counts(packed=True) == Counts(layer=21, rest=3)
