@@ -6,9 +6,9 @@ import ctypes
 import logging
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Literal, TypeVar
 
 import torch
@@ -32,6 +32,7 @@ __all__ = [
     "adapt_parallel_model",
     "set_threads",
     "in_threads",
+    "one_thread",
     "num_cores",
     "pin",
     "unpin",
@@ -175,6 +176,17 @@ def set_threads(num_threads: int) -> int:
     num_threads = num_threads or num_cores()
     _set_num_threads(num_threads)
     return num_threads
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """The block's CPU operators use the calling thread alone."""
+    num_threads = torch.get_num_threads()
+    _set_num_threads(1)
+    try:
+        yield
+    finally:
+        _set_num_threads(num_threads)
 
 
 _Item = TypeVar("_Item")

@@ -142,6 +142,16 @@ def _turned_pairs(flat: torch.Tensor, head_dim: int, cosines: torch.Tensor, sine
     return turned.flatten(1).to(flat.dtype)
 
 
+def _packed(matrix: torch.Tensor) -> Any:
+    """A copy of a matrix (out, in), packed for `ops.onednn_mm`.
+
+    In one thread, whatever the caller has: on processors without AVX-512 oneDNN's layout of a size depends on the
+    number of threads. vLLM 0.32 keeps one product per size for all matrices of a process, which reads a matrix of
+    another layout wrongly."""
+    with platform.one_thread():
+        return ops.create_onednn_mm(matrix.t())
+
+
 class PackedLinear(Linear):
     """A linear layer that multiplies by a second copy of its matrix, packed for the CPU's matrix product. Where
     `platform.packs_matrices` says no, and before the first `pack`, it is torchtitan's."""
@@ -160,7 +170,7 @@ class PackedLinear(Linear):
 
     def pack(self) -> None:
         """Packs the matrix as it is now; call after every change of it."""
-        self._packed = ops.create_onednn_mm(self.weight.t())
+        self._packed = _packed(self.weight)
 
     def product(self, input: torch.Tensor) -> torch.Tensor:
         """The matrix times the input, with adapters, without the bias."""
@@ -198,7 +208,7 @@ class PackedFeedForward(FeedForward):
 
     def pack(self) -> None:
         """Packs both matrices as they are now; call after every change of them."""
-        self._packed = ops.create_onednn_mm(torch.cat([self.w1.weight, self.w3.weight]).t())
+        self._packed = _packed(torch.cat([self.w1.weight, self.w3.weight]))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self._packed is not None:
@@ -238,7 +248,7 @@ class SplitQKVLinear(FusedQKVLinear):
 
     def pack(self) -> None:
         """Packs matrix and bias as they are now; call after every change of them."""
-        self._packed = ops.create_onednn_mm(self._apart(self.wqkv.weight).t())
+        self._packed = _packed(self._apart(self.wqkv.weight))
         self._packed_bias = None if self.wqkv.bias is None else self._apart(self.wqkv.bias)
 
     def adapter_rows(self, b: torch.Tensor) -> torch.Tensor:
@@ -344,6 +354,4 @@ def pack_matrices(model: torch.nn.Module) -> None:
         packing = PackedLinear | PackedFeedForward | SplitQKVLinear
         layers = [module for module in model.modules() if isinstance(module, packing)]
         layers.sort(key=lambda layer: -sum(parameter.numel() for parameter in layer.parameters()))
-        for layer in layers[:1]:  # the head, often a third of all: oneDNN shares it among the cores
-            layer.pack()
-        platform.in_threads(lambda layer: layer.pack(), layers[1:])
+        platform.in_threads(lambda layer: layer.pack(), layers)

@@ -123,6 +123,25 @@ def test_a_packed_matrix_is_packed_again_after_a_change():
         assert_equal_up_to_rounding(fast(torch.ones(2, 32)), plain(torch.ones(2, 32)))
 
 
+def test_products_are_right_whatever_threads_matrices_of_their_size_were_packed_by():
+    threads, matrices = torch.get_num_threads(), []
+    with torch.inference_mode():
+        try:
+            for num_threads in (1, 2, 1, 2):
+                platform.set_threads(num_threads)
+                one, two, three = (
+                    built(Linear.Config(in_features=64, out_features=160), torch.float32) for _ in range(3)
+                )
+                kernels.pack_matrices(one[1])
+                kernels.pack_matrices(torch.nn.ModuleList([two[1], three[1]]))
+                matrices += [one, two, three]
+        finally:
+            platform.set_threads(threads)
+        rows = torch.randn(5, 64)
+        for plain, fast in matrices:
+            assert_equal_up_to_rounding(fast(rows), plain(rows))
+
+
 def test_on_a_processor_without_packed_products_of_bfloat16_matrices_stay_plain(monkeypatch):
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
     monkeypatch.setattr(kernels.ops, "create_onednn_mm", None)
