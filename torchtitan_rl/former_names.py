@@ -22,7 +22,6 @@ FORMER_NAMES = {
     "config.actors": "config.meshes",
     "config.constraints": "constraints",
     "config.recording": "config.record",
-    "config.sampling": "types.completions",
     "hosts.attach": "launch.attach",
     "hosts.inventory": "launch.inventory",
     "hosts.jobs": "launch.jobs",

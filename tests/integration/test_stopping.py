@@ -6,13 +6,13 @@ import pytest
 
 from tests.integration.conftest import small_config
 from torchtitan_rl.config.run import EvalSetConfig
+from torchtitan_rl.config.sampling import AlteredSampling
 from torchtitan_rl.record import attempts
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.tools.audit import audit
 from torchtitan_rl.train.controller import Controller
 from torchtitan_rl.train.early_stop import Collapsed
 from torchtitan_rl.train.resume import find
-from torchtitan_rl.types import AlteredSampling
 
 
 async def trained(config, *, resume_from: str = ""):

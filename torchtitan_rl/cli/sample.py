@@ -14,7 +14,8 @@ from torchtitan_rl.cli.verb_arguments import add_checkpoint
 from torchtitan_rl.record.user_code import error_text
 
 if TYPE_CHECKING:
-    from torchtitan_rl.types import AlteredSampling, SamplingParams
+    from torchtitan_rl.config.sampling import AlteredSampling
+    from torchtitan_rl.types import SamplingParams
 
 __all__ = ["add_arguments", "run", "sample"]
 
@@ -43,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _sample(args: argparse.Namespace) -> int:
-    from torchtitan_rl.types import AlteredSampling, SamplingParams
+    from torchtitan_rl.config.sampling import AlteredSampling
+    from torchtitan_rl.types import SamplingParams
     from torchtitan_rl.validation.sampling import check_greedy
 
     try:

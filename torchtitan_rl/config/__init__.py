@@ -36,8 +36,8 @@ from torchtitan_rl.config.run import (
     RunConfig,
     SamplingConfig,
 )
+from torchtitan_rl.config.sampling import AlteredSampling
 from torchtitan_rl.config.stopping import StopConfig
-from torchtitan_rl.types import AlteredSampling
 
 __all__ = [
     "COLOCATION",

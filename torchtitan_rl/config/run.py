@@ -13,9 +13,10 @@ from torchtitan_rl.config.meshes import GeneratorConfig, TrainerConfig, WeightSy
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.config.preference import PreferenceConfig
 from torchtitan_rl.config.record import RecordConfig
+from torchtitan_rl.config.sampling import AlteredSampling
 from torchtitan_rl.config.stopping import StopConfig
 from torchtitan_rl.constraints import Check, Hint
-from torchtitan_rl.types import AlteredSampling
+from torchtitan_rl.types.completions import DistributionSettings
 
 __all__ = [
     "RunConfig",
@@ -40,7 +41,7 @@ COLOCATION = {
 
 
 @dataclass(kw_only=True, slots=True)
-class SamplingConfig(AlteredSampling):
+class SamplingConfig(DistributionSettings):
     """How rollouts and evaluations are generated. What alters the distribution is refused here, with the reason, since
     it would hold for rollouts that train; `controller.eval_sampling` is for evaluations."""
 

@@ -1,7 +1,7 @@
 """The data that flows through a run, from a task to an optimizer step, under one name."""
 
 from torchtitan_rl.types.calls import Accumulated, ForwardBackwardOutput, Microbatch, OptimParams, OptimStepOutput
-from torchtitan_rl.types.completions import NEUTRAL, WITHOUT_ADAPTERS, AlteredSampling, Request, SamplingParams, Scores
+from torchtitan_rl.types.completions import NEUTRAL, WITHOUT_ADAPTERS, Request, SamplingParams, Scores
 from torchtitan_rl.types.data import Completion, Datum, LossFunction, LossInputs, Rollout, RolloutGroup, Task, Turn
 from torchtitan_rl.types.reward_bounds import A_REWARD, MAX_REWARD, is_float32, is_reward
 from torchtitan_rl.types.routing import Routing
@@ -14,7 +14,6 @@ __all__ = [
     "Task",
     "SamplingParams",
     "NEUTRAL",
-    "AlteredSampling",
     "WITHOUT_ADAPTERS",
     "Request",
     "Scores",

@@ -9,7 +9,7 @@ from annotated_types import Ge, Gt, Interval
 
 from torchtitan_rl.constraints import Hint
 
-__all__ = ["AlteredSampling", "Request", "SamplingParams", "Scores", "NEUTRAL", "WITHOUT_ADAPTERS", "changes"]
+__all__ = ["DistributionSettings", "Request", "SamplingParams", "Scores", "NEUTRAL", "WITHOUT_ADAPTERS", "changes"]
 
 WITHOUT_ADAPTERS = -1
 """In the place of a policy version: the base, in an engine that holds adapters beside it."""
@@ -28,12 +28,10 @@ was drawn with such a setting trains."""
 
 
 @dataclass(kw_only=True, slots=True)
-class AlteredSampling:
-    """The distribution that tokens are drawn from, where it is not the policy's own. The first three act on samples
-    only: a greedy completion has the likeliest token in any case. In a config the bounds of the fields are checked.
-
-    Example: `AlteredSampling(top_p=0.95, top_k=20)`.
-    """
+class DistributionSettings:
+    """Settings by which tokens are drawn from another distribution than the policy's own, as fields of a request and of
+    configs. The first three act on samples only: a greedy completion has the likeliest token in any case. The bounds of
+    the fields are checked in configs."""
 
     top_p: Annotated[float, Interval(gt=0, le=1), Hint("use 1 to keep every token")] = 1.0
     """Draw from the likeliest tokens whose probabilities sum to `top_p`; 1: from every token."""
@@ -51,7 +49,7 @@ class AlteredSampling:
 
 
 @dataclass(kw_only=True, slots=True)
-class SamplingParams(AlteredSampling):
+class SamplingParams(DistributionSettings):
     """How one completion is drawn. Example: `SamplingParams(max_tokens=16, temperature=1.0, seed=3)`."""
 
     max_tokens: int
@@ -77,9 +75,9 @@ class SamplingParams(AlteredSampling):
         return filters | ({"structure": self.structure} if self.structure else {})
 
 
-def changes(settings: AlteredSampling) -> dict[str, float]:
+def changes(settings: DistributionSettings) -> dict[str, float]:
     """Name -> value of every setting that differs from its default."""
-    settings_of = {field.name: (getattr(settings, field.name), field.default) for field in fields(AlteredSampling)}
+    settings_of = {field.name: (getattr(settings, field.name), field.default) for field in fields(DistributionSettings)}
     return {name: value for name, (value, default) in settings_of.items() if value != default}
 
 

@@ -4,7 +4,8 @@ penalties with an effect, and never for rollouts that train."""
 from __future__ import annotations
 
 from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.types.completions import AlteredSampling, changes
+from torchtitan_rl.config.sampling import AlteredSampling
+from torchtitan_rl.types.completions import changes
 
 __all__ = ["check_greedy", "check_limits", "check_sampling"]
 

@@ -1,5 +1,6 @@
 """A config read back from what a run wrote down."""
 
+import importlib
 import json
 from functools import partial
 
@@ -28,3 +29,26 @@ def test_what_cannot_be_read_back_is_a_sentence():
         recorded_config(plain | {"gone": 1}, "run")
     with pytest.raises(ValueError, match="run: is not the config of a run"):
         recorded_config({"name": "x"}, "run")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.algorithm:AlgorithmConfig",
+        "config.meshes:GeneratorConfig",
+        "config.meshes:TrainerConfig",
+        "config.model:ModelConfig",
+        "config.record:RecordConfig",
+        "config.run:RunConfig",
+        "config.run:SamplingConfig",
+        "config.sampling:AlteredSampling",
+        "config.stopping:StopConfig",
+        "families.qwen3:Qwen3Shape",
+        "tasks.letter_sort:LetterSort.Config",
+    ],
+)
+def test_recorded_configs_name_their_classes_so(name):
+    """A run of an earlier version names its classes by module: one that moves makes it unreadable."""
+    module, _, qualname = name.partition(":")
+    recorded = getattr(importlib.import_module(f"torchtitan_rl.{module}"), qualname.partition(".")[0])
+    assert f"{recorded.__module__}:{recorded.__qualname__}".startswith(f"torchtitan_rl.{name.partition('.Config')[0]}")

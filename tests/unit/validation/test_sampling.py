@@ -8,7 +8,8 @@ from tests.kit.refusal import refusal
 from tests.kit.run_config import run_config
 from torchtitan_rl.cli import main
 from torchtitan_rl.config.run import EvalSetConfig
-from torchtitan_rl.types import AlteredSampling, SamplingParams
+from torchtitan_rl.config.sampling import AlteredSampling
+from torchtitan_rl.types import SamplingParams
 from torchtitan_rl.types.completions import NEUTRAL
 from torchtitan_rl.validation.run import validate
 
