@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torchtitan.models.gpt_oss.model import Attention as SinkAttention
+from torchtitan.models.gpt_oss.model import Attention as GptOssAttention
 from torchtitan.protocols.module import Module
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
@@ -73,11 +73,11 @@ class PagedAttention(Module):
         return out[..., :-missing] if missing else out
 
 
-class PagedSinkAttention(SinkAttention):
+class PagedSinkAttention(GptOssAttention):
     """torchtitan's attention with sinks, which vLLM's kernel applies. `PagedAttention` scales the softmax itself."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(SinkAttention.Config):
+    class Config(GptOssAttention.Config):
         pass
 
     def __init__(self, config: Config):
