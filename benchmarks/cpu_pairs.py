@@ -2,11 +2,11 @@
 
     .venv/bin/python -m benchmarks.cpu_pairs CHECKOUT [--pairs 20] [--steps 20] [--supervised-steps 20] [--whole]
 
-The two runs of a pair have the same seed and go at the same time, each on its half of the cores. The halves are swapped
-from pair to pair. A machine whose speed drifts from minute to minute slows both runs of a pair alike. CPU seconds are
-user and system time of all processes of a run: its parent adopts orphans, and the kernel adds up what the parent has
-waited for. Prints a line of JSON per pair, then the median of the pairs' ratios (this checkout / CHECKOUT) with its 95%
-bootstrap interval. Needs two cores and wants them idle. CHECKOUT runs with this one's packages.
+The two runs of a pair have the same seed and go at the same time, each on its half of the cores. The runs change halves
+every two seconds, so a core that is slower for a while slows both. CPU seconds are user and system time of all
+processes of a run: its parent adopts orphans, and the kernel adds up what the parent has waited for. Prints a line of
+JSON per pair, then the median of the pairs' ratios (this checkout / CHECKOUT) with its 95% bootstrap interval. Needs
+two cores and wants them idle. CHECKOUT runs with this one's packages.
 """
 
 from __future__ import annotations
@@ -21,14 +21,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, wait
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
+import psutil
+
 from torchtitan_rl.tools.bench.measurement import interval
 
 ROOT = Path(__file__).resolve().parents[1]
+_TURN_S = 2.0  # short beside a run and long beside a move, some milliseconds of a core
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
@@ -50,10 +54,10 @@ def compare(one: Side, other: Side, pairs: int) -> None:
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         sys.exit(f"cores={len(cores)}: the two runs of a pair need a core each; run this on a machine with more cores")
-    halves = [cores[: len(cores) // 2], cores[len(cores) // 2 : len(cores) // 2 * 2]]
+    halves = cores[: len(cores) // 2], cores[len(cores) // 2 : len(cores) // 2 * 2]
     cpu, wall = [], []
     for pair in range(pairs):
-        used = _at_once({one: halves[pair % 2], other: halves[1 - pair % 2]})
+        used = _at_once((one, other), halves)
         cpu.append(used[one].cpu_s / used[other].cpu_s)
         wall.append(used[one].wall_s / used[other].wall_s)
         row = {side.name: {name: round(value, 2) for name, value in used[side]._asdict().items()} for side in used}
@@ -63,10 +67,29 @@ def compare(one: Side, other: Side, pairs: int) -> None:
     print(json.dumps({"pairs": pairs} | {name: round(value, 4) for name, value in summary.items()}))
 
 
-def _at_once(sides: dict[Side, list[int]]) -> dict[Side, Used]:
-    with ProcessPoolExecutor(len(sides), mp_context=multiprocessing.get_context("spawn")) as processes:
-        runs = {side: processes.submit(_measured, side, cores) for side, cores in sides.items()}
-        return {side: run.result() for side, run in runs.items()}
+def _at_once(sides: tuple[Side, Side], halves: tuple[list[int], list[int]]) -> dict[Side, Used]:
+    parents = [ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) for _ in sides]
+    try:
+        pids = [parent.submit(os.getpid).result() for parent in parents]
+        runs = [parent.submit(_measured, side, half) for parent, side, half in zip(parents, sides, halves, strict=True)]
+        while wait(runs, timeout=_TURN_S).not_done:
+            halves = halves[1], halves[0]
+            for pid, half in zip(pids, halves, strict=True):
+                _move(pid, half)
+        return {side: run.result() for side, run in zip(sides, runs, strict=True)}
+    finally:
+        for parent in parents:
+            parent.shutdown()
+
+
+def _move(pid: int, cores: list[int]) -> None:
+    """Moves all threads of a process and of its descendants to `cores`. What starts meanwhile is moved the next
+    time."""
+    for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
+        with suppress(psutil.NoSuchProcess):
+            for thread in process.threads():
+                with suppress(ProcessLookupError):
+                    os.sched_setaffinity(thread.id, cores)
 
 
 def _measured(side: Side, cores: list[int]) -> Used:
