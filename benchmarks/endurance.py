@@ -48,12 +48,12 @@ def command(path: Path, steps: int) -> list[str]:
 
 
 def names(run_dir: RunDir, pids: list[int]) -> dict[int, str]:
-    """Process id -> role, by the first lines of the logs; the store's processes have no log."""
+    """Process id -> role, by the first lines of the logs; the controller has none of these."""
     role_of = {}
     for log in run_dir.logs.glob("*.log"):
         text = log.read_text(errors="replace")
         role_of.update({pid: log.stem for pid in pids if f"pid {pid}," in text})
-    return {pid: role_of.get(pid, f"store or controller {i}") for i, pid in enumerate(pids)}
+    return {pid: role_of.get(pid, f"controller {i}") for i, pid in enumerate(pids)}
 
 
 def main() -> int:

@@ -1,6 +1,6 @@
 """Kills a run at random moments, lets it go on each time, and compares it with a run that nobody disturbed.
 
-    scripts/chaos.sh [--kills 20] [--steps 40] [--seed 0] [--who run|controller,trainer,store] [--lag 0]
+    scripts/chaos.sh [--kills 20] [--steps 40] [--seed 0] [--who run|controller,trainer] [--lag 0]
                      [--output-dir DIR]
 
 `--who run` kills every process of the run and starts the command again with `--resume auto`. Any other list is killed
@@ -140,7 +140,7 @@ def name(process: psutil.Process, output_dir: Path) -> str:
     for log in (output_dir / "logs").glob("*.log"):
         if f"pid {process.pid}," in log.read_text(errors="replace"):
             return log.stem
-    return "store or start-up"
+    return "a start-up"
 
 
 def wait_until(condition, process: psutil.Popen) -> bool:
@@ -213,14 +213,12 @@ def kill_one(output_dir: Path, steps: int, lag: int, kills: int, who: list[str],
 
 
 def find(who: str, output_dir: Path, process: psutil.Process) -> int:
-    """Process id of the controller, of the policy's first rank or of the store, in the newest attempt."""
+    """Process id of the controller or of the policy's first rank, in the newest attempt."""
     controller = psutil.Process(attempts(output_dir)[-1]["pid"])
     if who == "controller":
         return controller.pid
-    children = {child.pid: name(child, output_dir) for child in controller.children(recursive=True)}
-    logs = {"trainer": "policy-0", "store": "store or start-up"}
-    (pid,) = [pid for pid, role in children.items() if role == logs[who]]
-    return pid
+    (trainer,) = [child for child in controller.children(recursive=True) if name(child, output_dir) == "policy-0"]
+    return trainer.pid
 
 
 def main() -> int:
@@ -232,6 +230,8 @@ def main() -> int:
     parser.add_argument("--lag", type=int, default=0)
     parser.add_argument("--output-dir", default="")
     args = parser.parse_args()
+    if args.who != "run" and (unknown := set(args.who.split(",")) - {"controller", "trainer"}):
+        parser.error(f"--who {args.who}: knows no {', '.join(sorted(unknown))}; use run, or controller,trainer")
     place = Path(args.output_dir or tempfile.mkdtemp(prefix="torchtitan-rl-chaos-")).absolute()
     place.mkdir(parents=True, exist_ok=True)
     undisturbed, disturbed = place / "undisturbed", place / "disturbed"

@@ -126,7 +126,7 @@ def test_memory_of_a_run_beside_bare_sides(tmp_path, fork_server):
     with nothing_left(), in_use(fork_server):
         measured = memory_use.measure_memory(TINY, 1, tmp_path, quiet)
     names = {process.name for process in measured.run}
-    assert names == {"ours", "policy-0", "generator_0-0", "store-0"} and len(measured.bare) == 2
+    assert names == {"ours", "policy-0", "generator_0-0"} and len(measured.bare) == 2
     assert measured.payload == 4 * TINY.shape.num_parameters and 0.1 < measured.ratio < 5  # forks share pages
 
 

@@ -378,7 +378,7 @@ def test_export_needs_no_run_and_gives_the_bytes_that_the_run_exported(undisturb
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("who", ["run", "controller,trainer,store"])
+@pytest.mark.parametrize("who", ["run", "controller,trainer"])
 def test_a_run_that_is_killed_three_times_ends_with_the_same_bytes(who, tmp_path):
     command = [sys.executable, str(ROOT / "scripts" / "chaos.py"), "--kills", "3", "--steps", "8", "--who", who]
     done = subprocess.run([*command, "--output-dir", str(tmp_path)], capture_output=True, text=True, timeout=900)

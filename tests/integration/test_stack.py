@@ -1,7 +1,6 @@
 """Trainer, generator and store together, on one running stack."""
 
 import asyncio
-import os
 
 import psutil
 import pytest
@@ -21,13 +20,10 @@ from torchtitan_rl.types import OptimParams, SamplingParams
 PROMPT = [20, 31, 27, 44, 14]
 
 
-def test_trainer_generator_and_store_live_in_processes_of_their_own(controller):
-    commands = {p.pid: " ".join(p.cmdline()) for p in psutil.Process().children(recursive=True)}
+def test_trainer_and_generator_live_in_processes_of_their_own(controller):
     trainer_and_generator = set(controller.launcher.pids)
     assert len(trainer_and_generator) == 2
-    assert os.getpid() not in trainer_and_generator
-    others = set(commands) - trainer_and_generator
-    assert others, "the store's process"
+    assert trainer_and_generator <= {process.pid for process in psutil.Process().children(recursive=True)}
 
 
 def test_engine_runs_torchtitan_blocks_on_vllm_attention(loop, controller):

@@ -287,8 +287,12 @@ class ActorLauncher(MeshLauncher):
             logger.warning("%s: did not stop in order (%s: %s)", role, type(error).__name__, error)
 
     async def start_store(self) -> None:
-        """Starts TorchStore: its volume in a process on the first host, its controller in this process."""
-        procs = await self._spawn("store", 1, Place(hosts=[0], devices=[""]))
+        """Starts TorchStore. On one host it holds manifests, and its volume is in this process, where TorchStore's
+        controller is always. Between hosts payloads of adapters travel through it: carrying them would hold this
+        process up, so the volume has one of its own on the first host."""
+        procs = monarch.actor.this_proc()
+        if not self.one_host:
+            procs = await self._spawn("store", 1, Place(hosts=[0], devices=[""]))
         # Importing TorchStore takes most of a second. On a thread, or the other meshes would wait with their starts.
         store_class = await asyncio.to_thread(_weight_store)
         store = store_class(self.store_name, timeout_s=self.call_timeout_s)
@@ -349,7 +353,7 @@ class ActorLauncher(MeshLauncher):
         for process in psutil.Process().children(recursive=True):
             try:
                 if process.status() == psutil.STATUS_STOPPED:
-                    stopped.append(f"{names.get(process.pid, 'the store')} (pid {process.pid})")
+                    stopped.append(f"{names.get(process.pid, 'another process of the run')} (pid {process.pid})")
             except psutil.NoSuchProcess:
                 pass
         return stopped
