@@ -69,7 +69,7 @@ def main() -> int:
     parser.add_argument("--output-dir", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--set", default="trainer.optimizer.lr=8e-4", metavar="PATH=VALUE", help="the change")
-    parser.add_argument("--one-run", action="store_true", help="no forks of a run of another seed, in .6 of the time")
+    parser.add_argument("--one-run", action="store_true", help="no run of another seed, and no forks of it")
     args = parser.parse_args()
     run, other = args.output_dir / "run", args.output_dir / "run-of-another-seed"
     for base, seed in ((run, args.seed),) if args.one_run else ((run, args.seed), (other, args.seed + 1)):
