@@ -5,18 +5,19 @@ An operator is a call that torch's dispatcher sees and that computes: on CUDA ne
 allocations are left out, a `foreach` operator on a list counts once. Small models with the layers of Qwen3 run on
 the CPU, with 2 and with 3 layers. The difference is a layer; what remains is outside of layers. What CUDA runs and a
 CPU does not is put in its place: matrices are not packed, training attention is the kernel of variable lengths (which
-computes nothing here), a norm in training is one operator forward and one backward. The head is torch's operators, one
-chunk of tokens.
+computes nothing here), a norm in training is one operator forward and one backward, heads of a decode step are one. The
+head is torch's operators, one chunk of tokens.
 
 Reads are counted on the meta device, which has no numbers to give: whatever asks for one is on the list.
 """
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -135,8 +136,30 @@ class _NoAttention(torch.nn.Module):
         return torch.empty_like(query)
 
 
+@torch.library.custom_op("counts::heads", mutates_args=())
+def _heads(product: torch.Tensor, queries_per_key: int, head_dim: int) -> list[torch.Tensor]:
+    """In the place of the kernel of `engine.fused_heads`."""
+    groups = product.unflatten(-1, (-1, queries_per_key + 2, head_dim))
+    return [part.flatten(1).clone() for part in groups.split([queries_per_key, 1, 1], dim=2)]
+
+
+def _fused_heads(product: torch.Tensor, *args: Any, queries_per_key: int, head_dim: int, **kwargs: Any):
+    return _heads(product, queries_per_key, head_dim)
+
+
+@contextmanager
+def _fused_layers() -> Iterator[None]:
+    """Layers go by the kernels of CUDA."""
+    heads = SimpleNamespace(fused_heads=_fused_heads)
+    with (
+        mock.patch.object(platform, "has_fused_layers", lambda hidden: True),
+        mock.patch.dict(sys.modules, {"torchtitan_rl.engine.fused_heads": heads}),
+    ):
+        yield
+
+
 def decode_operators(num_layers: int, *, packed: bool = False) -> OperatorCount:
-    """Of one decode step up to the logits. `packed`: by matrices that a CPU packs, as no GPU does."""
+    """Of one decode step up to the logits, as CUDA runs it. `packed`: as a CPU runs it, by packed matrices."""
     from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
 
     from torchtitan_rl.engine import layers
@@ -153,7 +176,8 @@ def decode_operators(num_layers: int, *, packed: bool = False) -> OperatorCount:
     if packed:
         pack_matrices(decoder)
     tokens_T, positions_T = torch.arange(5), torch.arange(5)
-    with torch.no_grad(), OperatorCount() as count:  # as `TorchtitanForCausalLM` does
+    kernels = nullcontext() if packed else _fused_layers()
+    with torch.no_grad(), kernels, OperatorCount() as count:  # as `TorchtitanForCausalLM` does
         hidden = decoder.tok_embeddings(tokens_T)[None]
         for layer in decoder.layers.values():
             hidden = layer(hidden, None, positions_T[None])

@@ -29,6 +29,7 @@ __all__ = [
     "experts_ask_the_host",
     "logprob_chunk_bytes",
     "has_logprob_kernels",
+    "has_fused_layers",
     "adapt_parallel_model",
     "set_threads",
     "in_threads",
@@ -164,6 +165,11 @@ def logprob_chunk_bytes(mib: int, device: str | None = None) -> int:
 def has_logprob_kernels(hidden: torch.Tensor) -> bool:
     """Whether Triton kernels compute the log-probabilities of these hidden states. They compute in float32, so hidden
     states in float64 are left to torch's operators, as is everything on a CPU."""
+    return hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16, torch.float32)
+
+
+def has_fused_layers(hidden: torch.Tensor) -> bool:
+    """Whether a generator's layers of these hidden states go by the kernels that CUDA has and a CPU has not."""
     return hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16, torch.float32)
 
 

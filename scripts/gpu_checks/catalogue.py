@@ -221,6 +221,28 @@ CHECKS = [
         240,
         _steps("apart-ahead"),
     ),
+    _run(
+        "steps-apart-compiled",
+        "apart-compiled",
+        "0.6B: the same with the trainer's layers compiled, and how far it is from the generator then",
+        270,
+        _steps("apart-compiled"),
+    ),
+    _run(
+        "steps-apart-lag",
+        "apart-lag",
+        "0.6B: the same with batches of the version before, so that sampling and training overlap",
+        300,
+        _steps("apart-lag"),
+    ),
+    Check(
+        name="decode-profile",
+        teaches="0.6B: which kernels a decode step spends its time in, and how long the device is idle between them",
+        needs="generator",
+        time_limit_s=120,
+        command=_module("decode_profile"),
+        tiny=True,
+    ),
     Check(
         name="copies",
         teaches="GB/s of pinning, copies, casts, checksums, publications and offloads, beside one flat copy",

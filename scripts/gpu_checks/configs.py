@@ -25,6 +25,8 @@ STEPS: dict[str, dict] = {
     "colocated-graphs": dict(colocation="all", eager=False),
     "apart-eager": dict(colocation="none", eager=True),
     "apart-ahead": dict(colocation="none", eager=False, ahead=True),
+    "apart-compiled": dict(colocation="none", eager=False, ahead=True, compiled=True),
+    "apart-lag": dict(colocation="none", eager=False, ahead=True, compiled=True, lag=1),
     "transport-shared-memory": dict(colocation="none", eager=True, transport="shared_memory", max_tokens=64),
     "transport-store": dict(colocation="none", eager=True, transport="store", max_tokens=64),
 }
@@ -57,20 +59,23 @@ def steps(
     colocation: Any,
     eager: bool,
     ahead: bool = False,
+    compiled: bool = False,
+    lag: int = 0,
     transport: Any = "auto",
     max_tokens: int = 512,
     tiny: bool = False,
 ) -> RunConfig:
     """Three steps of 256 completions. Random weights rarely end a completion: nearly all have `max_tokens` tokens.
-    `ahead`: with asynchronous scheduling, where there is a GPU."""
+    `ahead`: with asynchronous scheduling, where there is a GPU. `compiled`: the trainer's layers are. `lag`: versions
+    that a batch may be behind, and three more steps."""
     if tiny:
         max_tokens = 16
     config = RunConfig(
         name="gpu-battery",
         task=LetterSort.Config(min_letters=4, max_letters=6, reward=chance),
         model=sized_model(tiny),
-        algorithm=AlgorithmConfig(tasks_per_step=4 if tiny else 32, group_size=8),
-        controller=ControllerConfig(num_steps=3, eval_every=0, eval_tasks=8, test_tasks=8, pass_at_k=0),
+        algorithm=AlgorithmConfig(tasks_per_step=4 if tiny else 32, group_size=8, max_policy_lag=lag),
+        controller=ControllerConfig(num_steps=3 + 3 * lag, eval_every=0, eval_tasks=8, test_tasks=8, pass_at_k=0),
         sampling=SamplingConfig(max_prompt_tokens=16, max_tokens=max_tokens),
         trainer=TrainerConfig(
             optimizer=AdamWConfig(lr=1e-6), max_tokens_per_microbatch=16384, activation_checkpoint="selective"
@@ -85,6 +90,7 @@ def steps(
         ),
     )
     config.trainer.training.mixed_precision_param = "bfloat16"
+    config.trainer.compile.enable = compiled
     # Less than the check's own limit, so that what hangs is named.
     waits = config.controller
     waits.start_timeout_s = waits.call_timeout_s = waits.sample_timeout_s = 180.0

@@ -67,6 +67,8 @@ class Rung:
     sleeps: bool = False
     ahead: bool = False
     """With asynchronous scheduling."""
+    compiled: bool = False
+    """With the decoder compiled."""
     tiny: bool = False
     """Runs on a CPU too."""
 
@@ -78,6 +80,7 @@ RUNGS = [
     Rung("plain-vllm", plain=True, tiny=True),
     Rung("v2-eager", "v2", eager=True),
     Rung("vllm-model-v2-graphs", "v2", model_impl="vllm"),
+    Rung("v2-compiled-ahead", "v2", ahead=True, compiled=True),
     Rung("v1-graphs", "v1"),
     Rung("v1-eager", "v1", eager=True, tiny=True),
     Rung("sleeping-v2-graphs", "v2", sleeps=True),
@@ -106,6 +109,7 @@ def generator(rung: Rung, tiny: bool) -> GeneratorConfig:
         model_impl=rung.model_impl,
         model_runner=rung.model_runner,
         async_scheduling=rung.ahead,
+        compile=rung.compiled,
     )
 
 

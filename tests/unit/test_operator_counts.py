@@ -35,7 +35,7 @@ def test_what_computes_is_counted_and_views_and_allocations_are_not():
 
 
 def test_a_decode_step_as_cuda_runs_it():
-    assert operator_counts.decode_counts() == Counts(layer=23, rest=3)
+    assert operator_counts.decode_counts() == Counts(layer=13, rest=3)
     assert not operator_counts.decode_operators(1).reads
 
 

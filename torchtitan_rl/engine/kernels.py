@@ -4,7 +4,8 @@ The modules keep torchtitan's parameters and names. Their forwards call the oper
 a fraction of the time that several operators of torch take for the few rows of a decode step. No gradients.
 
 A compiler gets norms and rotations in torch's operators, which it fuses with their neighbours, and calls the packed
-products and attention as they are.
+products and attention as they are. CUDA has further kernels, which join what a CPU calls one by one:
+`platform.has_fused_layers`.
 """
 
 from __future__ import annotations
@@ -213,6 +214,8 @@ class PackedFeedForward(FeedForward):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self._packed is not None:
             both = ops.onednn_mm(self._packed, x, None)
+        elif platform.has_fused_layers(x) and not torch.compiler.is_compiling():
+            return self.w2(self._gated(x))
         elif self.adapters is not None:
             both = torch.cat([self.w1(x), self.w3(x)], dim=-1)
         else:
@@ -221,6 +224,18 @@ class PackedFeedForward(FeedForward):
             self.adapters.add_to(both, x)
         gate, up = both.chunk(2, dim=-1)
         return self.w2(F.silu(gate) * up)
+
+    def _gated(self, x: torch.Tensor) -> torch.Tensor:
+        """SiLU of `w1`'s product times `w3`'s, which both products have written side by side, in one operator."""
+        hidden = len(self.w1.weight)
+        both = x.new_empty(*x.shape[:-1], 2 * hidden)
+        for linear, columns in ((self.w1, both[..., :hidden]), (self.w3, both[..., hidden:])):
+            torch.mm(x.flatten(0, -2), linear.weight.t(), out=columns.flatten(0, -2))
+        if self.adapters is not None:
+            self.adapters.add_to(both, x)
+        out = x.new_empty(*x.shape[:-1], hidden)
+        torch.ops._C.silu_and_mul(out, both)  # vLLM's, as its `SiluAndMul` calls it
+        return out
 
 
 class SplitQKVLinear(FusedQKVLinear):
@@ -263,13 +278,19 @@ class SplitQKVLinear(FusedQKVLinear):
             query, key = (part.unflatten(2, (-1, 2)).transpose(2, 3).flatten(2, 3) for part in (query, key))
         return torch.cat([part.flatten(0, 2) for part in (query, key, value)])
 
-    def flat(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Query, key and value, each (tokens, heads x head_dim), of an input (tokens, dim)."""
+    def product(self, input: torch.Tensor) -> torch.Tensor:
+        """Query, key and value of an input (tokens, dim) in one tensor: in the order of the fused matrix's rows or,
+        where there is a packed copy, of that one's."""
         packed = self._packed is not None
         out = ops.onednn_mm(self._packed, input, self._packed_bias) if packed else self.wqkv(input)
         if self.adapters is not None:
             self.adapters.add_to(out, input)
-        if packed:
+        return out
+
+    def flat(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Query, key and value, each (tokens, heads x head_dim), of an input (tokens, dim)."""
+        out = self.product(input)
+        if self._packed is not None:
             return out.split(self._sizes, dim=-1)
         groups = out.unflatten(-1, (-1, self.r_dim, self.head_dim))
         query, key, value = groups.split([self.heads_per_kv, 1, 1], dim=2)
@@ -290,13 +311,37 @@ class KernelAttention(GQAttention):
         pass
 
     def forward(self, x_BLD, attention_masks, positions):
-        query, key, value = self.qkv_linear.flat(x_BLD[0])
-        if self.q_norm is not None:
-            query = self.q_norm(query.reshape(-1, self.head_dim)).view(query.shape)
-            key = self.k_norm(key.reshape(-1, self.head_dim)).view(key.shape)
-        rotate = self.rope.rotate_apart if self.qkv_linear.pairs_are_apart else self.rope.rotate
-        query, key = rotate(query, key, positions[0], self.head_dim)
+        if platform.has_fused_layers(x_BLD) and self._norms_are_plain and not torch.compiler.is_compiling():
+            query, key, value = self._fused(x_BLD[0], positions[0])
+        else:
+            query, key, value = self.qkv_linear.flat(x_BLD[0])
+            if self.q_norm is not None:
+                query = self.q_norm(query.reshape(-1, self.head_dim)).view(query.shape)
+                key = self.k_norm(key.reshape(-1, self.head_dim)).view(key.shape)
+            rotate = self.rope.rotate_apart if self.qkv_linear.pairs_are_apart else self.rope.rotate
+            query, key = rotate(query, key, positions[0], self.head_dim)
         return self.wo(self.inner_attention.attention(query, key, value))[None]  # `PagedAttention`'s, from vLLM
+
+    @property
+    def _norms_are_plain(self) -> bool:
+        return self.q_norm is None or type(self.q_norm) in (RMSNorm, KernelNorm)
+
+    def _fused(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Query, key and value of an input (tokens, dim), normed and rotated in one kernel after the product."""
+        from torchtitan_rl.engine.fused_heads import fused_heads  # Triton need not be there on a CPU
+
+        norms = None
+        if self.q_norm is not None:
+            norms = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
+        return fused_heads(
+            self.qkv_linear.product(x),
+            self.rope.cache,
+            positions,
+            head_dim=self.head_dim,
+            queries_per_key=self.qkv_linear.heads_per_kv,
+            halves=isinstance(self.rope, KernelHalfRotation),
+            norms=norms,
+        )
 
 
 _NORM_MULTIPLE = 8
