@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,8 @@ from torchtitan_rl.model.shape import kv_bytes_per_token
 
 __all__ = ["Device", "DEVICES", "decode_bytes", "decode_seconds", "training_seconds"]
 
-MEASURED = Path(__file__).parents[1] / "docs" / "gpu" / "h100.json"
+MEASURED = Path(__file__).parents[1] / "docs" / "gpu"
+"""What the battery measured on each device, such as h100.json."""
 FLAVORS = ("0.6B", "4B", "30B-A3B")
 GENERATOR = GeneratorConfig(dtype="bfloat16", kv_cache_gib=1.0)
 TOKENS, LENGTH = 16384, 1024
@@ -172,9 +174,24 @@ def counted_traffic(flavor: str, checkpoint: Any) -> int | None:
 # Tables.
 
 
+def rungs(device: Device) -> dict[str, dict[str, Any]]:
+    """Rungs of the engine ladder as a device last ran them, by name; of several runs the median."""
+    file = MEASURED / f"{device.name.lower()}.json"
+    by_name: dict[str, list[dict[str, Any]]] = {}
+    for rung in json.loads(file.read_text())["engine-ladder"]["values"]["rungs"]:
+        if rung.get("layers", "now") == "now":  # not those of an earlier state beside it
+            by_name.setdefault(rung["rung"], []).append(rung)
+    columns = [requests.column for requests in REQUESTS]
+    return {
+        name: {column: statistics.median(rung[column] for rung in runs if rung[column] != "") for column in columns}
+        for name, runs in by_name.items()
+        if any(rung[columns[0]] != "" for rung in runs)
+    }
+
+
 def decoding() -> list[list[str]]:
     """Bounds of decoding, and rungs of the engine ladder."""
-    rungs = {rung["rung"]: rung for rung in json.loads(MEASURED.read_text())["engine-ladder"]["values"]["rungs"]}
+    of_devices = {device: rungs(device) for device in DEVICES}
     columns = [
         "model",
         "requests",
@@ -192,9 +209,11 @@ def decoding() -> list[list[str]]:
                 moved = decode_bytes(shape, requests.number, requests.context)
                 bound = requests.number * requests.output / sampling_seconds(shape, requests, device)
                 measured: list[Any] = ["", "", "", ""]
-                if flavor == "0.6B" and device.name == "H100":
-                    measured = [rungs[name][requests.column] for name in ("v2-eager", "v2-graphs", "v2-graphs-ahead")]
-                    measured = [*map(_thousands, measured), f"{measured[-1] / bound:.0%}"]
+                if flavor == "0.6B":
+                    names = ("v2-eager", "v2-graphs", "v2-graphs-ahead")
+                    rows = [of_devices[device].get(name) for name in names]
+                    measured = ["" if row is None else _thousands(row[requests.column]) for row in rows]
+                    measured.append("" if rows[-1] is None else f"{rows[-1][requests.column] / bound:.0%}")
                 flops = requests.number * forward_flops(shape, 2 * requests.context)
                 table.append(
                     [
@@ -213,7 +232,8 @@ def decoding() -> list[list[str]]:
 
 def training() -> list[list[str]]:
     """Seconds of the parts of a training step, MFU that they allow, and rows of the battery."""
-    rows = {row["layout"]: row for row in json.loads(MEASURED.read_text())["trainer-steps"]["values"]["rows"]}
+    steps = json.loads((MEASURED / "h100.json").read_text())["trainer-steps"]
+    rows = {row["layout"]: row for row in steps["values"]["rows"]}
     columns = ["model", "checkpoint", "device", "products, ms", "again", "logits", "between", "optimizer"]
     columns += ["MFU at most: products and logits", "and between", "and optimizer", "measured: eager", "compiled"]
     table = [columns]

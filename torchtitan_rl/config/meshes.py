@@ -179,7 +179,8 @@ class GeneratorConfig:
     """Sequences that one replica decodes at once."""
     max_num_batched_tokens: int = 16384
     """Tokens that one engine iteration computes at most, prompts and decoding together; at least `max_model_len`. What
-    is left of a prompt goes into the next iteration; on a CPU the whole prompt does."""
+    is left of a prompt goes into the next iteration; on a CPU the whole prompt does. Above `max_num_seqs` x
+    `max_model_len`, which no iteration can have, it changes nothing."""
     kv_cache_gib: float = 1.0
     """Size of the KV cache, in GiB per rank."""
     model_impl: Literal["torchtitan", "vllm"] = "torchtitan"
@@ -193,7 +194,7 @@ class GeneratorConfig:
     in an iteration, and needs a C++ compiler. The start takes about a minute longer, with one forward of
     `max_num_batched_tokens` tokens; vLLM keeps what it has compiled in `VLLM_CACHE_ROOT` (~/.cache/vllm), by model
     directory, so that each new run compiles. On CUDA vLLM compiles the pieces between attention layers, and captures
-    graphs as well unless `enforce_eager` forbids it; no GPU has run either. Not for families with states or experts,
+    graphs as well unless `enforce_eager` forbids it (docs/gpu/h200.md). Not for families with states or experts,
     with `tensor_parallel_degree` above 1, or with `model_impl="vllm"`, where `enforce_eager=False` compiles."""
     model_runner: Literal["auto", "v1", "v2"] = "auto"
     """Which of vLLM's two model runners serves. `auto` is vLLM's choice: v2 on a GPU, v1 on a CPU."""

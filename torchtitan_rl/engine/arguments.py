@@ -41,12 +41,14 @@ def engine_args(config: GeneratorConfig, model: ModelConfig, seed: int, *, sleep
         distributed_executor_backend="external_launcher" if config.tensor_parallel_degree > 1 else None,
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=max(config.max_num_batched_tokens, config.max_model_len),
+        max_num_batched_tokens=_max_num_batched_tokens(config),
         enable_chunked_prefill=platform.can_cut_prompts(),
         async_scheduling=schedules_ahead(config, shape),
         kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30),
         gpu_memory_utilization=0.1,  # bounds only the memory free at the start: kv_cache_memory_bytes sizes the cache
         enforce_eager=eager and not config.compile,
+        # vLLM tunes FlashInfer's kernels at the start, of which torchtitan's model has none.
+        enable_flashinfer_autotune=None if config.model_impl == "vllm" else False,
         compilation_config=_compilation(config, eager),
         enable_sleep_mode=sleeps and platform.can_sleep(),
         # A state is of all tokens before it: vLLM could share states at the ends of blocks alone, and only where it may
@@ -58,6 +60,13 @@ def engine_args(config: GeneratorConfig, model: ModelConfig, seed: int, *, sleep
         logprobs_mode="processed_logprobs",  # of the sampling distribution, after temperature
         max_logprobs=-1,  # `Request.top_k` may be as large as the vocabulary
     )
+
+
+def _max_num_batched_tokens(config: GeneratorConfig) -> int:
+    """At most what `max_num_seqs` sequences have: vLLM warms up with as many tokens as an iteration may have, shared by
+    so many sequences. On a GPU attention reads beyond the block table of a sequence of more than `max_model_len`."""
+    most = config.max_num_seqs * config.max_model_len
+    return min(max(config.max_num_batched_tokens, config.max_model_len), most)
 
 
 def _compilation(config: GeneratorConfig, eager: bool) -> dict[str, str]:

@@ -103,6 +103,24 @@ MODEL = ModelConfig(
 )
 
 
+@pytest.mark.parametrize(
+    "seqs, length, wanted, tokens", [(64, 64, 16384, 4096), (512, 64, 16384, 16384), (2, 64, 8, 64)]
+)
+def test_an_iteration_has_at_most_the_tokens_of_all_sequences(seqs, length, wanted, tokens):
+    """vLLM's warm-up shares as many tokens as an iteration may have among the sequences, and a sequence with more than
+    `max_model_len` reads beyond its block table on a GPU."""
+    config = GeneratorConfig(max_num_seqs=seqs, max_model_len=length, max_num_batched_tokens=wanted)
+    args = engine_args(config, MODEL, seed=3)
+    assert args.max_num_batched_tokens == tokens
+    assert tokens / seqs <= length
+
+
+def test_kernels_that_the_model_has_not_are_not_tuned():
+    assert engine_args(GeneratorConfig(), MODEL, seed=3).enable_flashinfer_autotune is False
+    vllms = GeneratorConfig(model_impl="vllm")
+    assert engine_args(vllms, MODEL, seed=3).enable_flashinfer_autotune is None
+
+
 def test_on_a_cpu_steps_are_not_scheduled_ahead():
     assert engine_args(GeneratorConfig(), MODEL, seed=3).async_scheduling is False
 
