@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torchtitan.models.gpt_oss.model import Attention as GptOssAttention
 from torchtitan.protocols.module import Module
-from vllm.forward_context import get_forward_context
+from vllm.forward_context import ForwardContext, get_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
@@ -85,6 +85,23 @@ class PagedSinkAttention(GptOssAttention):
         self.sinks = self.inner_attention.sinks
 
 
+class _RequestLengths:
+    """How many tokens each request has in the forward that runs. The first layer that asks reads them from the device;
+    every layer of a forward has the same."""
+
+    def __init__(self) -> None:
+        self._context: ForwardContext | None = None
+        self._lengths: tuple[int, ...] = ()
+
+    def of(self, context: ForwardContext, lengths_R: torch.Tensor) -> tuple[int, ...]:
+        if context is not self._context:
+            self._context, self._lengths = context, tuple(lengths_R.tolist())
+        return self._lengths
+
+
+_LENGTHS = _RequestLengths()
+
+
 class StateCache(Module, MambaBase):
     """What a layer with a state keeps of each request, in vLLM's cache (`families.delta_net.SequenceStates`).
 
@@ -123,13 +140,13 @@ class StateCache(Module, MambaBase):
 
     def begin(self) -> tuple[int, ...] | None:
         """None while vLLM measures a call's memory, before there is a cache."""
-        by_layer = get_forward_context().attn_metadata
-        if by_layer is None:
+        context = get_forward_context()
+        if context.attn_metadata is None:
             return None
-        metadata = by_layer[self.prefix]
+        metadata = context.attn_metadata[self.prefix]
         lengths_R = metadata.query_start_loc.diff()
         self._places_R, self._begins_R = metadata.state_indices_tensor, metadata.seq_lens == lengths_R
-        return tuple(lengths_R.tolist())
+        return _LENGTHS.of(context, lengths_R)
 
     def read(self, kind: int, columns: slice = slice(None)) -> torch.Tensor:
         values = self.kv_cache[kind][..., columns][self._places_R]
