@@ -90,7 +90,7 @@ def steps(
         ),
     )
     config.trainer.training.mixed_precision_param = "bfloat16"
-    config.trainer.compile.enable = compiled
+    config.trainer.compile.enable = compiled and not tiny  # a CPU would compile for minutes
     # Less than the check's own limit, so that what hangs is named.
     waits = config.controller
     waits.start_timeout_s = waits.call_timeout_s = waits.sample_timeout_s = 180.0
