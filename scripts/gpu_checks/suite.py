@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import pytest
 
 from scripts.gpu_checks.result import Result, run_check
+
+ROOT = Path(__file__).parents[2]
 
 
 class _Outcomes:
@@ -19,7 +22,8 @@ class _Outcomes:
         self.seconds[report.nodeid] = round(self.seconds.get(report.nodeid, 0.0) + report.duration, 1)
         if report.failed:
             first_line = str(getattr(report.longrepr, "reprcrash", None) or report.longrepr).splitlines()[0]
-            self.result.require(False, f"{report.nodeid} ({report.when}): {first_line[:300]}")
+            shown = first_line.replace(f"{ROOT}/", "")[:300]  # results are published, and the checkout's place is not
+            self.result.require(False, f"{report.nodeid} ({report.when}): {shown}")
         if report.failed or report.skipped or report.when == "call":
             self.counts[report.outcome] += 1
             longest = dict(sorted(self.seconds.items(), key=lambda item: -item[1])[:5])
