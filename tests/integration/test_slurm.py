@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from scripts import same_bytes
+from tests.integration.conftest import SHORT
 from tests.integration.leftovers import nothing_left
 from tests.integration.test_resume import audited, counted
 from tests.slurm.bed import Cluster, missing
@@ -271,3 +272,34 @@ def test_a_second_job_joins_is_preempted_joins_again_and_leaves_before_its_time_
     kinds = [event["kind"] for event in RunDir(path).tables["events"].read()]
     assert kinds.count("host_joined") == kinds.count("host_left") == 2
     assert "host_lost" not in kinds and "replica_lost" not in kinds
+
+
+def test_a_sweep_is_an_array_whose_jobs_end_with_the_table_of_one_process(cluster, tmp_path):
+    array, alone = tmp_path / "array", tmp_path / "alone"
+    sweep = [sys.executable, "-m", "torchtitan_rl.cli", "sweep", "configs/quickstart.py", *SHORT]
+    sweep += ["--backend", "local", "--controller.num-steps", "6", "--controller.checkpoint-every", "1"]
+    sweep += ["--controller.keep-last", "-1", "--set", "trainer.optimizer.lr=0.001,0.05", "--seeds", "0,3,5"]
+
+    def run(*more: str) -> str:
+        done = subprocess.run(
+            [*sweep, *more], cwd=ROOT, env=cluster.environment, capture_output=True, text=True, timeout=800
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    job = re.match(r"job (\d+): submitted, 3 jobs", run("--output-dir", str(array), "--slurm"))[1]
+    outputs = {task: array / f"slurm-{job}_{task}.txt" for task in range(3)}
+    until((array / "seed-3" / "parent" / "checkpoints" / "step-2" / "COMPLETE").exists, outputs[1])
+    cluster.run("scontrol", "requeue", f"{job}_1")  # its run writes a checkpoint
+    until(lambda: cluster.job(f"{job}_1")["Restarts"] == "1" and in_state(cluster, f"{job}_1", "PENDING")(), outputs[1])
+    cluster.start_now(f"{job}_1")
+    for task, output in outputs.items():
+        until(in_state(cluster, f"{job}_{task}", "COMPLETED", "FAILED", "TIMEOUT", "CANCELLED"), output)
+        assert cluster.job(f"{job}_{task}")["JobState"] == "COMPLETED", output.read_text()
+    table = run("--output-dir", str(alone))
+    assert (array / "table.md").read_text() == (alone / "table.md").read_text() == table[table.index("| arm") :]
+    for seed in (0, 3, 5):
+        for arm in ("parent", "trainer.optimizer.lr=0.05"):
+            assert computed(array / f"seed-{seed}" / arm) == computed(alone / f"seed-{seed}" / arm)
+            assert audited(array / f"seed-{seed}" / arm)
+    assert went_on_at(array / "seed-3" / "parent") and "3 seeds" in outputs[1].read_text()

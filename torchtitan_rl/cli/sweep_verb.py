@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from torchtitan_rl.cli.controller_run import checked_backend
 from torchtitan_rl.cli.verb_arguments import add_config, add_processes, configured
+from torchtitan_rl.launch.slurm import add_job_options
 from torchtitan_rl.record.console.notices import say
 
 if TYPE_CHECKING:
@@ -33,19 +37,75 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--at", type=int, default=0, metavar="STEP", help="fork the parents here; default: 0, after the warm start"
     )
     parser.add_argument("--output-dir", default="", metavar="DIR", help="of the sweep; default: runs/NAME-DATE-TIME")
+    parser.add_argument(
+        "--only-seeds",
+        default="",
+        metavar="2..3",
+        help="train these of the seeds; other processes with the same directory train the others",
+    )
     parser.add_argument("--keep-all", action="store_true", help="train every arm with every seed, stop none")
     parser.add_argument("--dry-run", action="store_true", help="validate everything, say what would run")
     parser.add_argument("--max-restarts", type=int, default=0, metavar="N", help="of each run that is killed or fails")
     parser.add_argument("--no-reward-check", action="store_true", help="as for train")
     add_processes(parser)
+    parser.add_argument(
+        "--slurm",
+        action="store_true",
+        help="submit an array of Slurm jobs, each of which trains one seed on a node; with --dry-run it is printed",
+    )
+    parser.add_argument(
+        "--at-once", type=int, default=0, metavar="N", help="jobs of the array that run together; 0: all"
+    )
+    add_job_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    from torchtitan_rl.config.derive import settled
     from torchtitan_rl.tools.sweep.arm_table import table_text
-    from torchtitan_rl.tools.sweep.arms import arms_of, read_seeds
     from torchtitan_rl.tools.sweep.course import Interrupted, carry_out
-    from torchtitan_rl.tools.sweep.sweep_plan import Plan, checkpoint_cadence, locked
+    from torchtitan_rl.tools.sweep.sweep_plan import checkpoint_cadence, locked
+
+    plan, seeds = _checked(args)
+    say(_summary(plan), event="sweep", to=sys.stderr if args.slurm else sys.stdout)
+    if args.slurm:
+        return _submit(args, plan)
+    if args.dry_run:
+        return 0
+    _make_directory(plan)
+    commands = _commands(args, plan, checkpoint_cadence(plan.config, plan.at))
+    try:
+        with locked(plan.directory, seeds), _sigterm_between_runs():
+            table = carry_out(plan, seeds, *commands)
+    except Interrupted as end:
+        say(f"the sweep has ended with its run; go on with the same command and --output-dir {plan.directory}",
+                event="stopped", level="warning")  # fmt: skip
+        return int(end.args[0])
+    say(table_text(table, len(plan.seeds)), event="table", to=sys.stdout)
+    return 0
+
+
+@contextmanager
+def _sigterm_between_runs() -> Iterator[None]:
+    """SIGTERM ends the sweep as one ends that a run has had: it can go on. While a run trains, its supervisor has the
+    signal."""
+    from torchtitan_rl.tools.sweep.course import Interrupted
+    from torchtitan_rl.types.ends import PREEMPTED_STATUS
+
+    def end(_number: int, _frame: FrameType | None) -> None:
+        raise Interrupted(PREEMPTED_STATUS)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _checked(args: argparse.Namespace) -> tuple[Plan, list[int]]:
+    """The sweep that the arguments ask for, and the seeds that this process trains. Raises ValueError for what cannot
+    be."""
+    from torchtitan_rl.config.derive import settled
+    from torchtitan_rl.tools.sweep.arms import arms_of, read_seeds
+    from torchtitan_rl.tools.sweep.sweep_plan import Plan, checkpoint_cadence
     from torchtitan_rl.train.start import dated
     from torchtitan_rl.validation.run import validate
 
@@ -54,30 +114,79 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--seed: a sweep has a parent for each of its seeds; give them as --seeds")
     if args.max_restarts < 0:
         raise ValueError(f"--max-restarts={args.max_restarts}: must not be negative; use 0 for none")
-    seeds, cadence = read_seeds(args.seeds), checkpoint_cadence(config, args.at)
+    seeds = read_seeds(args.seeds)
+    own = read_seeds(args.only_seeds, "--only-seeds") if args.only_seeds else seeds
+    if unknown := sorted(set(own) - set(seeds)):
+        raise ValueError(
+            f"--only-seeds={args.only_seeds}: {unknown[0]} is no seed of --seeds={args.seeds}; use some of them"
+        )
+    checkpoint_cadence(config, args.at)
     validate(config)
     checked_backend(args, settled(config), generators_only=False)
     directory = Path(args.output_dir or dated(f"{config.name}-sweep"))
     arms = arms_of(config, args.set)
     plan = Plan(directory=directory, config=config, arms=arms, seeds=seeds, at=args.at, keep_all=args.keep_all)
     plan.require_own()
-    say(_summary(plan), event="sweep", to=sys.stdout)
-    if args.dry_run:
-        return 0
+    return plan, own
+
+
+def _make_directory(plan: Plan) -> None:
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        plan.directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"output_dir={str(directory)!r}: cannot be made ({error.strerror}); choose another") from None
-    with locked(directory):
-        plan.write()
-        try:
-            table = carry_out(plan, *_commands(args, plan, cadence))
-        except Interrupted as end:
-            say(f"the sweep has ended with its run; go on with the same command and --output-dir {directory}",
-                event="stopped", level="warning")  # fmt: skip
-            return int(end.args[0])
-    say(table_text(table, len(seeds)), event="table", to=sys.stdout)
+        raise ValueError(
+            f"output_dir={str(plan.directory)!r}: cannot be made ({error.strerror}); choose another"
+        ) from None
+    plan.write()
+
+
+def _submit(args: argparse.Namespace, plan: Plan) -> int:
+    """Submits the array, or prints its batch script with --dry-run. Returns an exit status."""
+    from torchtitan_rl.config.derive import settled
+    from torchtitan_rl.launch.inventory import assumed_host, check_fits
+    from torchtitan_rl.launch.slurm import SlurmJob, array_script, check_tools, submit
+
+    if args.hosts or args.only_seeds:
+        wrong = f"--hosts={','.join(args.hosts)}" if args.hosts else f"--only-seeds={args.only_seeds}"
+        raise ValueError(f"{wrong}: is chosen for each job of the array; leave it out, or leave --slurm out")
+    if args.at_once < 0:
+        raise ValueError(f"--at-once={args.at_once}: must not be negative; use 0 for all jobs together")
+    if args.backend == "actors":
+        check_fits(settled(plan.config), [assumed_host(0, args.gpus_per_host)])
+    job = SlurmJob(
+        name=plan.directory.name,
+        num_hosts=1,
+        directory=plan.directory,
+        gpus_per_host=args.gpus_per_host,
+        time_limit=args.time_limit,
+        stop_before_s=args.stop_before,
+        partition=args.partition,
+        account=args.account,
+        num_tasks=len(plan.seeds),
+        num_at_once=args.at_once,
+    )
+    text = array_script(job, _arguments(args, plan), plan.seeds)
+    if args.dry_run:
+        print(text)
+        return 0
+    check_tools()
+    _make_directory(plan)
+    number = submit(job, text)
+    print(
+        f"job {number}: submitted, {len(plan.seeds)} jobs; their output goes to {plan.directory}/slurm-{number}_*.txt, "
+        f"the table to {plan.directory}/table.md; scancel {number} ends them"
+    )
     return 0
+
+
+def _arguments(args: argparse.Namespace, plan: Plan) -> list[str]:
+    """The arguments of this sweep, for a job that trains some of its seeds."""
+    arguments = [args.config, *args.overrides, "--seeds", args.seeds, "--at", str(args.at)]
+    arguments += [word for choice in args.set for word in ("--set", choice)]
+    arguments += ["--output-dir", str(plan.directory), "--backend", args.backend]
+    arguments += ["--max-restarts", str(args.max_restarts)]
+    arguments += ["--keep-all"] if args.keep_all else []
+    return arguments + (["--no-reward-check"] if args.no_reward_check else [])
 
 
 def _summary(plan: Plan) -> str:

@@ -22,6 +22,7 @@ __all__ = [
     "Host",
     "local_host",
     "address_towards",
+    "assumed_host",
     "interface_of",
     "use_interface_of",
     "MeshSize",
@@ -56,6 +57,13 @@ def local_host(address: str = "this host") -> Host:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         devices = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
     return Host(address=address, num_cores=platform.num_cores(), devices=devices, cuda=cuda)
+
+
+def assumed_host(index: int, num_gpus: int) -> Host:
+    """A node that a scheduler has yet to choose: as many cores as this machine has, and `num_gpus` GPUs. A run examines
+    the real ones when it begins."""
+    devices = [str(device) for device in range(num_gpus)]
+    return Host(address=f"host {index}", num_cores=local_host().num_cores, devices=devices)
 
 
 def address_towards(host: str, port: int) -> str:

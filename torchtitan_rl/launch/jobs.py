@@ -19,8 +19,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchtitan_rl.launch.inventory import Host, check_fits, local_host
-from torchtitan_rl.launch.slurm import SlurmJob, check_tools, join_script, script, submit
+from torchtitan_rl.launch.inventory import assumed_host, check_fits
+from torchtitan_rl.launch.slurm import SlurmJob, add_job_options, check_tools, join_script, script, submit
 
 if TYPE_CHECKING:
     from torchtitan_rl.config.run import RunConfig
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
         config = load_config(args.config)
         apply_overrides(config, overrides)
         validate(config)
-        check_fits(config, [_node(args, index) for index in range(args.num_hosts)])
+        check_fits(config, [assumed_host(index, args.gpus_per_host) for index in range(args.num_hosts)])
         return (_slurm if args.scheduler == "slurm" else _kubernetes)(args, config, overrides)
     except (ValueError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -61,9 +61,6 @@ def _parser() -> argparse.ArgumentParser:
         "config", help="a Python file with a config() function; slurm-join: the directory of a run that goes on"
     )
     parser.add_argument("--num-hosts", type=int, default=1)
-    parser.add_argument(
-        "--gpus-per-host", type=int, default=0, help="0: hosts without GPUs, with as many cores as this one"
-    )
     parser.add_argument("--dry-run", action="store_true", help="print what would be submitted, submit nothing")
     parser.add_argument(
         "--resume",
@@ -83,32 +80,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="slurm: a run that fails is queued again too, unless Slurm has started the job N times again (0)",
     )
-    parser.add_argument("--time-limit", default="", help="slurm: HH:MM:SS")
-    parser.add_argument(
-        "--stop-before",
-        type=int,
-        default=120,
-        metavar="SECONDS",
-        help="slurm: the run is asked for a checkpoint so long before its time limit (120), or up to 60 s earlier; "
-        "slurm-join: the hosts are asked to leave",
-    )
-    parser.add_argument("--partition", default="", help="slurm")
-    parser.add_argument("--account", default="", help="slurm")
+    add_job_options(parser)
     parser.add_argument("--namespace", default="default", help="kubernetes")
     parser.add_argument(
         "--image", help="kubernetes: with this package installed; the operator of MonarchMesh must be there"
     )
     return parser
-
-
-def _node(args: argparse.Namespace, index: int) -> Host:
-    """An assumed node: as many cores as this machine, and `--gpus-per-host` GPUs. The run examines the real nodes when
-    it attaches."""
-    return Host(
-        address=f"host {index}",
-        num_cores=local_host().num_cores,
-        devices=[str(device) for device in range(args.gpus_per_host)],
-    )
 
 
 def _slurm(args: argparse.Namespace, config: RunConfig, overrides: list[str]) -> int:

@@ -1,4 +1,5 @@
-"""A run as a Slurm job: one batch script, which Slurm starts again after a preemption, a requeue or its time limit.
+"""A run as a Slurm job: one batch script, which Slurm starts again after a preemption, a requeue or its time limit. A
+sweep as an array of such jobs.
 
 `srun` starts `torchtitan_rl.launch.torchrun` once on each node, in the place of torchrun. monarch.job has a Slurm job
 too. A signal of Slurm ends the workers of that job before the run can write a checkpoint, every node listens at one
@@ -7,6 +8,7 @@ fixed port, and its state lies in the directory from which it was submitted.
 
 from __future__ import annotations
 
+import argparse
 import shlex
 import shutil
 import subprocess
@@ -16,16 +18,19 @@ from pathlib import Path
 
 from torchtitan_rl.types.ends import PREEMPTED_STATUS
 
-__all__ = ["SlurmJob", "script", "join_script", "check_tools", "submit"]
+__all__ = ["SlurmJob", "add_job_options", "array_script", "script", "join_script", "check_tools", "submit"]
 
 _TOOLS = ("sbatch", "srun", "scontrol", "scancel")
 
-_BODY = """\
+_SIGNALS = """\
 # Slurm sends USR1 to this shell before the time limit. It sends TERM to this shell and to the run when it ends the job
 # for a preemption, a requeue or scancel: then the shell only waits, and Slurm decides what follows.
 late=0 slurm_ends_it=0
 trap 'late=1; scancel --signal=TERM "$SLURM_JOB_ID.0"' USR1
 trap 'slurm_ends_it=1' TERM
+"""
+
+_TRAIN = """\
 address=$(scontrol --oneliner show node "$SLURMD_NODENAME") || exit
 export MASTER_ADDR=$(sed 's/.* NodeAddr=\\([^ ]*\\).*/\\1/' <<< "$address")
 export MASTER_PORT=$({python} -c 'import socket; s = socket.create_server(("", 0)); print(s.getsockname()[1])')
@@ -33,6 +38,15 @@ export WORLD_SIZE=$SLURM_JOB_NUM_NODES
 # The whole node is the run's: --cpu-bind=none. When one node's process has ended, the others have 60 s to end.
 srun --ntasks-per-node=1 --cpu-bind=none --wait=60 \\
   bash -c 'RANK=$SLURM_PROCID exec "$@"' rank {train} &
+"""
+
+_SWEEP = """\
+# Task I of the array trains the I-th seed. The whole node is the sweep's: --cpu-bind=none.
+seeds=({seeds})
+srun --ntasks-per-node=1 --cpu-bind=none {sweep} --only-seeds "${{seeds[SLURM_ARRAY_TASK_ID]}}" &
+"""
+
+_WAIT = """\
 run=$!
 while wait $run; status=$?; kill -0 $run 2> /dev/null; do :; done  # a trap ends `wait` before the run has ended
 """
@@ -68,7 +82,8 @@ class SlurmJob:
     name: str
     num_hosts: int
     directory: Path
-    """The run's directory, where `slurm-JOB.txt` has the job's output; a job that is started again appends to it."""
+    """The run's directory, where `slurm-JOB.txt` has the job's output, of an array's task `slurm-JOB_TASK.txt`; a job
+    that is started again appends to it."""
     gpus_per_host: int = 0
     time_limit: str = ""
     """In one of sbatch's forms, such as HH:MM:SS."""
@@ -79,15 +94,30 @@ class SlurmJob:
     requeue: bool = True
     max_restarts: int = 0
     """A run that fails is queued again too, unless Slurm has started the job so many times again."""
+    num_tasks: int = 0
+    """Tasks of an array, each a job of its own with these options; 0: the job is no array."""
+    num_at_once: int = 0
+    """Tasks of the array that run at the same time at most; 0: as many as there are nodes for."""
 
 
 def script(job: SlurmJob, arguments: list[str]) -> str:
     """The batch script of a job that runs `torchtitan-rl train ARGUMENTS` on all its nodes. Raises ValueError for a
     number of seconds that sbatch does not take."""
     train = shlex.join([sys.executable, "-m", "torchtitan_rl.launch.torchrun", *arguments])
-    body = _BODY.format(python=shlex.quote(sys.executable), train=train)
+    return _text(job, _TRAIN.format(python=shlex.quote(sys.executable), train=train))
+
+
+def array_script(job: SlurmJob, arguments: list[str], seeds: list[int]) -> str:
+    """The batch script of an array that runs `torchtitan-rl sweep ARGUMENTS`, one seed in each of its tasks. Raises as
+    `script` does."""
+    sweep = shlex.join([sys.executable, "-m", "torchtitan_rl.cli", "sweep", *arguments])
+    return _text(job, _SWEEP.format(seeds=" ".join(map(str, seeds)), sweep=sweep))
+
+
+def _text(job: SlurmJob, start: str) -> str:
+    """The whole batch script around the lines that start the run in the background."""
     again = _REQUEUE.format(preempted=PREEMPTED_STATUS, max_restarts=job.max_restarts) if job.requeue else ""
-    return "\n".join([*_head(job), f"{body}{again}exit $status", ""])
+    return "\n".join([*_head(job), f"{_SIGNALS}{start}{_WAIT}{again}exit $status", ""])
 
 
 def join_script(job: SlurmJob) -> str:
@@ -102,21 +132,45 @@ def _head(job: SlurmJob) -> list[str]:
     """The first lines of a batch script, with its options."""
     if not 0 <= job.stop_before_s <= 65535:
         raise ValueError(f"--stop-before={job.stop_before_s}: sbatch takes 0 to 65535 seconds")
+    last, at_once = job.num_tasks - 1, f"%{job.num_at_once}" if job.num_at_once else ""
     options = {
         "job-name": job.name,
+        "array": f"0-{last}{at_once}" if job.num_tasks else "",
         "nodes": job.num_hosts,
         "ntasks-per-node": 1,
         "gpus-per-node": job.gpus_per_host,
         "time": job.time_limit,
         "partition": job.partition,
         "account": job.account,
-        "output": str(job.directory.absolute()).replace("%", "%%") + "/slurm-%j.txt",
+        "output": str(job.directory.absolute()).replace("%", "%%") + f"/slurm-{'%A_%a' if job.num_tasks else '%j'}.txt",
         "open-mode": "append",
         "signal": f"B:USR1@{job.stop_before_s}",
     }
     lines = [f"#SBATCH --{name}={shlex.quote(str(value))}" for name, value in options.items() if value]
     lines += ["#SBATCH --exclusive", f"#SBATCH --{'requeue' if job.requeue else 'no-requeue'}"]
     return ["#!/bin/bash", *lines]
+
+
+def add_job_options(parser: argparse.ArgumentParser) -> None:
+    """Options of a job, as users name them; all but the GPUs are Slurm's."""
+    parser.add_argument(
+        "--gpus-per-host",
+        type=int,
+        default=0,
+        metavar="N",
+        help="GPUs of each node of a job; 0: nodes without GPUs, with as many cores as this machine",
+    )
+    parser.add_argument("--time-limit", default="", metavar="HH:MM:SS", help="of a Slurm job")
+    parser.add_argument(
+        "--stop-before",
+        type=int,
+        default=120,
+        metavar="SECONDS",
+        help="a Slurm job's run is asked for a checkpoint so long before the time limit (120), or up to 60 s earlier, "
+        "and hosts that joined a run are asked to leave it",
+    )
+    parser.add_argument("--partition", default="", help="of a Slurm job")
+    parser.add_argument("--account", default="", help="of a Slurm job")
 
 
 def check_tools() -> None:

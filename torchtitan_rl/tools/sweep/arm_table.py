@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -116,6 +117,6 @@ def write_table(directory: Path, table: list[Row], num_seeds: int) -> None:
     plain = {"seeds": num_seeds, "arms": [asdict(row) for row in table]}
     texts = {"table.json": json.dumps(plain, indent=1), "table.md": table_text(table, num_seeds)}
     for name, text in texts.items():
-        beside = directory / f"{name}.new"
+        beside = directory / f"{name}.{uuid.uuid4().hex}"  # another process of the sweep may write its own
         beside.write_text(text + "\n", encoding="utf-8")
         os.replace(beside, directory / name)

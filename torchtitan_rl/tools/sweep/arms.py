@@ -40,18 +40,19 @@ class Arm:
         return "parent" if self.is_base else re.sub(r"[^\w.=+-]+", "_", ",".join(self.settings))
 
 
-def read_seeds(text: str) -> list[int]:
-    """The seeds of `0..4` (both ends count) or `0,3,7`. Raises ValueError for another form, none, or one twice."""
+def read_seeds(text: str, option: str = "--seeds") -> list[int]:
+    """The seeds of `0..4` (both ends count) or `0,3,7`. Raises ValueError, which names the option, for another form,
+    none, or one twice."""
     seeds: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", part.strip())
         if match is None:
-            raise ValueError(f"--seeds={text}: is no list of seeds; write 0..4 or 0,3,7")
+            raise ValueError(f"{option}={text}: is no list of seeds; write 0..4 or 0,3,7")
         seeds += range(int(match[1]), int(match[2] or match[1]) + 1)
     if not seeds:
-        raise ValueError(f"--seeds={text}: has no seed, it ends before it begins; write 0..4 or 0,3,7")
+        raise ValueError(f"{option}={text}: has no seed, it ends before it begins; write 0..4 or 0,3,7")
     if len(set(seeds)) < len(seeds):
-        raise ValueError(f"--seeds={text}: has a seed twice, whose runs would be copies; leave one out")
+        raise ValueError(f"{option}={text}: has a seed twice, whose runs would be copies; leave one out")
     return seeds
 
 

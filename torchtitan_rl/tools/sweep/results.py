@@ -12,7 +12,7 @@ from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.tools.sweep.arms import Arm
 from torchtitan_rl.train.run_record import read_record
 
-__all__ = ["Result", "result_of", "smallest_evaluations"]
+__all__ = ["Result", "failure_of", "forget_failure", "note_failure", "result_of", "smallest_evaluations"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +40,28 @@ def result_of(directory: Path, config: RunConfig) -> Result | None:
         num_tasks=own["validation"]["eval/num_tasks"],
         num_test_tasks=own["test"]["eval/num_tasks"],
     )
+
+
+def note_failure(directory: Path, reason: str) -> None:
+    """Writes beside the directory of a run why it has failed, for the other processes of the sweep."""
+    _failure_file(directory).parent.mkdir(exist_ok=True)
+    _failure_file(directory).write_text(reason, encoding="utf-8")
+
+
+def failure_of(directory: Path) -> str:
+    """Why a run has failed; empty where it has not, or is tried again."""
+    try:
+        return _failure_file(directory).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return ""
+
+
+def forget_failure(directory: Path) -> None:
+    _failure_file(directory).unlink(missing_ok=True)
+
+
+def _failure_file(directory: Path) -> Path:
+    return directory.with_name(f"{directory.name}.failed")
 
 
 def smallest_evaluations(results: Mapping[Arm, Mapping[int, Result]]) -> tuple[int, int]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,8 +77,11 @@ class Plan:
             )
 
     def write(self) -> None:
+        """Writes the file that `require_own` reads, unless it is there."""
         file = self.directory / _NAME
-        beside = file.with_suffix(".new")
+        if file.exists():
+            return
+        beside = file.with_suffix(f".{uuid.uuid4().hex}")  # another process of the sweep may write its own
         beside.write_text(json.dumps(self._content(), indent=1) + "\n", encoding="utf-8")
         os.replace(beside, file)
 
@@ -114,13 +118,24 @@ def checkpoint_cadence(config: RunConfig, at: int) -> tuple[int, int]:
 
 
 @contextmanager
-def locked(directory: Path) -> Iterator[None]:
-    """Keeps other sweeps out of a directory. Raises ValueError where another one is at work."""
-    with (directory / "sweep.lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ValueError(
-                f"output_dir={str(directory)!r}: a sweep is at work there; wait for its end, or give another directory"
-            ) from None
+def locked(directory: Path, seeds: Iterable[int]) -> Iterator[None]:
+    """Keeps other processes from training these seeds of a sweep. Raises ValueError where one is at work on them, and
+    where the file system has no locks."""
+    with ExitStack() as files:
+        for seed in seeds:
+            of_seed = directory / f"seed-{seed}"
+            of_seed.mkdir(exist_ok=True)
+            file = files.enter_context((of_seed / "sweep.lock").open("w"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(
+                    f"output_dir={str(directory)!r}: a sweep is at work there, on seed {seed}; wait for its end, or "
+                    "give another directory"
+                ) from None
+            except OSError as error:
+                raise ValueError(
+                    f"output_dir={str(directory)!r}: its file system has no locks ({error.strerror}); give a directory "
+                    "on another one"
+                ) from None
         yield

@@ -1,5 +1,8 @@
 """Arms and seeds of a sweep, and what is refused before anything starts."""
 
+import os
+import subprocess
+
 import pytest
 
 from tests.kit.run_config import run_config
@@ -103,11 +106,17 @@ def test_a_directory_belongs_to_one_sweep(tmp_path):
     (tmp_path / "other" / "notes.txt").touch()
     with pytest.raises(ValueError, match="holds files that belong to no sweep"):
         plan(tmp_path / "other").require_own()
-    with locked(first.directory), pytest.raises(ValueError, match="a sweep is at work there"), locked(first.directory):
+    with locked(first.directory, [0]), locked(first.directory, [1]):  # two processes with a seed each
+        with pytest.raises(ValueError, match="a sweep is at work there, on seed 1"), locked(first.directory, [1]):
+            pass
+    with locked(first.directory, [0, 1]):
         pass
     (first.directory / "sweep.json").write_text("{")
     with pytest.raises(ValueError, match="sweep.json: is damaged"):
         first.require_own()
+
+
+SWEEP = ["--seeds", "0..2", "--set", "trainer.optimizer.lr=1e-3,1e-4"]
 
 
 @pytest.mark.parametrize(
@@ -118,12 +127,44 @@ def test_a_directory_belongs_to_one_sweep(tmp_path):
         (["--seeds", "0..2", "--set", "a=1,2", "--seed", "4"], "--seed: a sweep has a parent for each of its seeds"),
         (["--seeds", "0..2", "--set", "a=1,2", "--at", "500"], "--at=500: must be from 0"),
         (["--seeds", "0", "--set", "trainer.optimizer.lr=1,2", "--max-restarts", "-1"], "--max-restarts=-1: must not"),
+        ([*SWEEP, "--only-seeds", "1..3"], "--only-seeds=1..3: 3 is no seed of --seeds=0..2; use some of them"),
+        ([*SWEEP, "--only-seeds", "x"], "--only-seeds=x: is no list of seeds"),
+        ([*SWEEP, "--slurm", "--only-seeds", "1"], "--only-seeds=1: is chosen for each job of the array"),
+        ([*SWEEP, "--slurm", "--hosts", "tcp://a:1"], "--hosts=tcp://a:1: is chosen for each job of the array"),
+        ([*SWEEP, "--slurm", "--at-once", "-1"], "--at-once=-1: must not be negative"),
+        ([*SWEEP, "--slurm", "--stop-before", "70000"], "--stop-before=70000: sbatch takes 0 to 65535 seconds"),
+        ([*SWEEP, "--slurm", "--trainer.num-hosts", "2"], "trainer.num_hosts=2 (policy): the launch has 1 host"),
     ],
 )
 def test_the_command_refuses_before_it_writes(words, message, tmp_path, capsys):
     directory = tmp_path / "sweep"
     assert main.main(["sweep", str(main.QUICKSTART), "--output-dir", str(directory), *words]) == 1
     assert message in capsys.readouterr().err and not directory.exists()
+
+
+def test_without_slurm_nothing_is_made_and_the_error_says_what_is_missing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main.main(["sweep", str(main.QUICKSTART), "--output-dir", str(tmp_path / "sweep"), *SWEEP, "--slurm"]) == 1
+    assert "sbatch, srun, scontrol, scancel not on PATH" in capsys.readouterr().err
+    assert not (tmp_path / "sweep").exists()
+
+
+def test_an_array_has_a_task_for_each_seed_with_the_same_sweep(tmp_path, capsys):
+    words = ["--seeds", "0,7,3", "--set", "trainer.optimizer.lr=1e-3,1e-4", "--keep-all", "--slurm", "--at-once", "2"]
+    words += ["--gpus-per-host", "2", "--time-limit", "01:00:00", "--controller.num-steps", "4", "--dry-run"]
+    assert main.main(["sweep", str(main.QUICKSTART), "--output-dir", str(tmp_path / "a sweep"), *words]) == 0
+    text = capsys.readouterr().out
+    for option in ("array=0-2%2", "nodes=1", "gpus-per-node=2", "time=01:00:00", "requeue", "job-name='a sweep'"):
+        assert f"#SBATCH --{option}\n" in text
+    assert f"--output='{tmp_path}/a sweep/slurm-%A_%a.txt'\n" in text
+    said = text.replace("srun", "echo").replace("--ntasks-per-node=1 --cpu-bind=none", "")  # what a task would start
+    environment = os.environ | {"SLURM_ARRAY_TASK_ID": "1", "SLURM_JOB_ID": "12"}
+    done = subprocess.run(["bash"], input=said, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    arguments = done.stdout.split("torchtitan_rl.cli ")[1].strip()
+    assert arguments.startswith(f"sweep {main.QUICKSTART} --controller.num-steps 4 --seeds 0,7,3 --at 0 --set ")
+    assert arguments.endswith("a sweep --backend actors --max-restarts 0 --keep-all --only-seeds 7")
+    assert not (tmp_path / "a sweep").exists()
 
 
 def test_a_dry_run_says_what_would_run(tmp_path, capsys):

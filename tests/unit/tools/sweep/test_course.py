@@ -8,7 +8,8 @@ import pytest
 from tests.kit.run_config import run_config
 from torchtitan_rl.record import attempts
 from torchtitan_rl.record.run_dir import RunDir
-from torchtitan_rl.tools.sweep.arm_table import table_text
+from torchtitan_rl.tools.sweep import course
+from torchtitan_rl.tools.sweep.arm_table import table_text, write_table
 from torchtitan_rl.tools.sweep.arms import Arm
 from torchtitan_rl.tools.sweep.course import Interrupted, carry_out, log_file
 from torchtitan_rl.tools.sweep.sweep_plan import Plan
@@ -83,9 +84,10 @@ def plan(tmp_path):
     return make
 
 
-def carried_out(plan: Plan, **statuses: int) -> tuple[list, list[str]]:
+def carried_out(plan: Plan, *seeds: int, **statuses: int) -> tuple[list, list[str]]:
+    """`seeds`: those of one process of several; none: all."""
     trainings = Trainings(plan, **statuses)
-    return carry_out(plan, trainings.parent, trainings.fork), trainings.names
+    return carry_out(plan, seeds or plan.seeds, trainings.parent, trainings.fork), trainings.names
 
 
 def test_a_parent_is_the_base_arms_run_and_a_bad_arm_is_stopped_after_three_seeds(plan):
@@ -105,6 +107,41 @@ def test_a_parent_is_the_base_arms_run_and_a_bad_arm_is_stopped_after_three_seed
     assert (plan().directory / "table.md").read_text() == text + "\n"
     again, names = carried_out(plan())
     assert again == table and names == []
+
+
+@pytest.mark.parametrize("order", [(4, 3, 2, 1, 0), (2, 0, 4, 1, 3), (0, 1, 2, 3, 4)])
+@pytest.mark.parametrize("statuses", [{}, {"lr=2_3": 1}, {"parent_1": 1}, {"lr=1_1": 1, "lr=2_4": 1}])
+def test_processes_that_share_a_sweep_end_with_the_table_of_one(plan, order, statuses, tmp_path):
+    alone, names = carried_out(plan(), **statuses)
+    (tmp_path / "sweep").rename(tmp_path / "alone")
+    trained = []
+    for seed in order:
+        table, of_seed = carried_out(plan(), seed, **statuses)
+        assert [name for name in of_seed if not name.removesuffix("_short").endswith(f"_{seed}")] == []
+        trained += of_seed
+    assert table == alone
+    assert (tmp_path / "sweep" / "table.md").read_text() == (tmp_path / "alone" / "table.md").read_text()
+    # A later seed that comes before those that stop an arm has more, such as a parent that goes beyond the fork point.
+    assert {name.removesuffix("_short") for name in names} <= {name.removesuffix("_short") for name in trained}
+
+
+def test_a_run_that_ends_while_the_table_is_written_is_in_it(plan, monkeypatch):
+    carried_out(plan(seeds=[0, 1]), 0)
+    written = []
+
+    def write(directory, table, num_seeds):
+        write_table(directory, table, num_seeds)
+        written.append(table)
+        if len(written) == 1:  # another process ends its seed here, and has written its table before this one
+            trainings = Trainings(plan(seeds=[0, 1]))
+            trainings.parent(1, True)
+            for arm in (GOOD, BAD):
+                trainings.fork(arm, 1)
+
+    monkeypatch.setattr(course, "write_table", write)
+    table, names = carried_out(plan(seeds=[0, 1]), 0)
+    assert names == [] and [row.seeds for row in written[0]] == [[0]] * 3
+    assert [row.seeds for row in table] == [[0, 1]] * 3 and written[1] == table
 
 
 def test_all_arms_are_kept_where_that_is_asked_for(plan):
