@@ -6,15 +6,15 @@ import argparse
 import asyncio
 import dataclasses
 import json
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from torchtitan_rl.cli import exit_status
 from torchtitan_rl.cli.controller_run import checked_backend, run_controller
 
 if TYPE_CHECKING:
     from torchtitan_rl.config.run import RunConfig
+    from torchtitan_rl.launch.attach import Hosts
     from torchtitan_rl.train.controller import Controller
     from torchtitan_rl.train.influence import Influence
     from torchtitan_rl.train.recorded_attempt import RecordedAttempt
@@ -158,11 +158,28 @@ async def _replay(args: argparse.Namespace, config: RunConfig, recorded: Recorde
             write_influences(file, influences)
             print(*_influence_lines(influences), f"all of them: {file}", sep="\n")
 
-    start = partial(Controller.launch, config, progress=Progress(quiet=args.quiet), recorded=recorded)
+    async def start(*, hosts: Hosts | None, backend: Literal["actors", "local"]) -> Controller:
+        if backend == "actors":
+            hosts = _host_of_engines(config)
+        progress = Progress(quiet=args.quiet)
+        return await Controller.launch(config, progress=progress, recorded=recorded, hosts=hosts, backend=backend)
+
     status = await run_controller(args, start, body, config.output_dir)
     if status or not args.verify:
         return status
     return await asyncio.to_thread(_verified, args, recorded)
+
+
+def _host_of_engines(config: RunConfig) -> Hosts:
+    """This machine, with room for all engines of the record. Those that had ended, or had yet to begin, stand still, so
+    they take memory and no cores."""
+    from torchtitan_rl.launch.attach import this_host
+
+    hosts = this_host()
+    ranks = config.generator.num_replicas * config.generator.tensor_parallel_degree
+    for host in hosts.hosts:
+        host.ranks_per_core = max(host.ranks_per_core, -(-ranks // host.num_cores))
+    return hosts
 
 
 def _influence_lines(influences: list[Influence]) -> list[str]:

@@ -33,8 +33,6 @@ __all__ = [
     "check_fits",
 ]
 
-_RANKS_PER_CORE = 2
-
 
 @dataclass(kw_only=True, slots=True)
 class Host:
@@ -47,6 +45,8 @@ class Host:
     """The host's GPUs, as CUDA_VISIBLE_DEVICES names them; empty on a CPU host."""
     cuda: Cuda | None = None
     """Driver and GPUs, which `launch/preflight.py` checks; None on a CPU host and for a host that was not examined."""
+    ranks_per_core: int = 2
+    """The generator ranks, and ranks of each trainer role, that a core carries at most where there are no GPUs."""
 
 
 def local_host(address: str = "this host") -> Host:
@@ -237,15 +237,15 @@ class Devices:
         )
 
     def _check_cores(self, index: int, mesh: MeshSize, size: int) -> None:
-        """Raises ValueError for more than 2 ranks per core on a CPU host. Trainers and generators compute one after the
-        other, so generator ranks and each trainer role's ranks are counted separately."""
+        """Raises ValueError for more ranks than the cores of a CPU host carry. Trainers and generators compute one
+        after the other, so generator ranks and each trainer role's ranks are counted separately."""
         host = self.hosts[index]
-        ranks = size + (self._replica_ranks[index] if mesh.replica else 0)
-        if not host.devices and ranks > _RANKS_PER_CORE * host.num_cores:
+        ranks, most = size + (self._replica_ranks[index] if mesh.replica else 0), host.ranks_per_core * host.num_cores
+        if not host.devices and ranks > most:
             kind = "generator ranks" if mesh.replica else f"ranks of {mesh.role}"
             raise ValueError(
                 f"{mesh.role}: would make {ranks} {kind} on {host.address}, whose {_count(host.num_cores, 'core')} "
-                f"carry at most {_RANKS_PER_CORE * host.num_cores}; lower the degrees or generator.num_replicas"
+                f"carry at most {most}; lower the degrees or generator.num_replicas"
             )
 
     def _note(self, mesh: MeshSize, place: Place, size: int) -> None:

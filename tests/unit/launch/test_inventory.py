@@ -3,6 +3,8 @@
 import pytest
 
 from tests.kit.refusal import refusal
+from torchtitan_rl import platform
+from torchtitan_rl.cli.replay import _host_of_engines
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.launch.inventory import Devices, Host, MeshSize, Place, address_towards, check_fits, meshes
@@ -100,6 +102,17 @@ def test_at_most_two_ranks_of_a_kind_per_core():
     assert "would make 6 generator ranks on 10.0.0.0, whose 2 cores carry at most 4" in message
     assert "would make 5 ranks of policy" in refusal(check_fits, run_config(dp=5), cpu_hosts(1))
     check_fits(run_config(generator_tp=2, num_replicas=3), cpu_hosts(2))
+
+
+def test_the_host_of_a_replay_has_room_for_all_engines_of_the_record():
+    config = run_config(generator_tp=2, num_replicas=2 * platform.num_cores())
+    assert "generator ranks" in refusal(check_fits, config, [Host(address="this host", num_cores=platform.num_cores())])
+    (host,) = _host_of_engines(config).hosts
+    assert host.num_cores == platform.num_cores() and host.ranks_per_core == 4
+    if not host.devices:
+        check_fits(config, [host])
+    (host,) = _host_of_engines(run_config()).hosts
+    assert host.ranks_per_core == 2
 
 
 @pytest.mark.parametrize("kind", ["trainer", "generator"])
