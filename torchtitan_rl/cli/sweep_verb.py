@@ -76,8 +76,8 @@ def run(args: argparse.Namespace) -> int:
         with locked(plan.directory, seeds), _sigterm_between_runs():
             table = carry_out(plan, seeds, *commands)
     except Interrupted as end:
-        say(f"the sweep has ended with its run; go on with the same command and --output-dir {plan.directory}",
-                event="stopped", level="warning")  # fmt: skip
+        line = f"the sweep has ended with its run; go on with the same command and --output-dir {plan.directory}"
+        say(line, event="stopped", level="warning")
         return int(end.args[0])
     say(table_text(table, len(plan.seeds)), event="table", to=sys.stdout)
     return 0
@@ -112,6 +112,11 @@ def _checked(args: argparse.Namespace) -> tuple[Plan, list[int]]:
     config = configured(args)
     if any(word.split("=")[0] == "--seed" for word in args.overrides):
         raise ValueError("--seed: a sweep has a parent for each of its seeds; give them as --seeds")
+    of_jobs = ("at_once", "gpus_per_host", "time_limit", "partition", "account")
+    if not args.slurm and (wrong := next((name for name in of_jobs if getattr(args, name)), "")):
+        raise ValueError(
+            f"--{wrong.replace('_', '-')}={getattr(args, wrong)}: is for jobs of Slurm; add --slurm, or leave it out"
+        )
     if args.max_restarts < 0:
         raise ValueError(f"--max-restarts={args.max_restarts}: must not be negative; use 0 for none")
     seeds = read_seeds(args.seeds)
