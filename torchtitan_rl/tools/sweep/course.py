@@ -29,8 +29,8 @@ class Interrupted(Exception):
 
 def carry_out(plan: Plan, seeds: Sequence[int], train_parent: TrainParent, train_fork: TrainFork) -> list[Row]:
     """Trains what is missing of `seeds`, one after the other, and returns the table, which is also written after each
-    seed. Other processes may train the other seeds meanwhile: the table has what they have done, and an arm that all
-    seeds in front of this one show to be worse is not trained.
+    seed. Other processes may train the other seeds meanwhile: the table has what they have done, and an arm that has
+    failed, or was stopped, in the seeds in front of this one is not trained.
 
     A run that fails is noted in the table; where it had failed before this call, it is tried again. Raises Interrupted
     where a run was asked to end.
