@@ -39,6 +39,22 @@ def results(hidden_TD, weight_VD, targets_TK, upstream, *, kernels, chunk_tokens
     return *outputs, *torch.autograd.grad(outputs[:count], [hidden_TD, weight_VD], upstream[:count])
 
 
+def test_a_head_in_float32_rounds_no_logit():
+    """Both ways, from hidden states and head in bfloat16; the product's operands are not copied to float32."""
+    hidden_TD, weight_VD, targets_TK, _ = random_inputs(100, torch.bfloat16)
+    logits = (hidden_TD.detach().double() @ weight_VD.detach().double().T) / TEMPERATURE
+    exact = logits.log_softmax(-1).gather(1, targets_TK)
+    for kernels in (True, False):
+        errors = []
+        for float32_head in (False, True):
+            logprobs, _ = chunked_logprobs(
+                hidden_TD, weight_VD, targets_TK, temperature=TEMPERATURE, chunk_tokens=37, kernels=kernels,
+                float32_head=float32_head,
+            )  # fmt: skip
+            errors.append(float((logprobs.detach() - exact).abs().max()))
+        assert errors[1] < 1e-4 < 1e-3 < errors[0], (kernels, errors)
+
+
 def relative(one, other) -> float:
     return float((one.double() - other.double()).norm() / other.double().norm())
 

@@ -1,9 +1,11 @@
 """Parallel layouts of trainer and generator together give the numbers of one rank, and of each other."""
 
 import asyncio
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.integration.conftest import small_config
 from tests.integration.helpers import random_datums
@@ -133,6 +135,24 @@ def test_a_bfloat16_generator_stays_near_the_trainer(loop, tmp_path):
     )
     for largest, kl in (_mismatch(scored, trained), _mismatch(*both)):
         assert 1e-4 < largest < 0.1 and kl <= 1e-3, (largest, kl)
+
+
+@pytest.mark.parametrize("model_impl", ["torchtitan", "vllm"])
+def test_a_head_in_float32_brings_a_bfloat16_generator_nearer(loop, exported, reference, tmp_path, model_impl):
+    """With a head eight times as large logits have steps of 1/8, which is half of what keeps the two apart, or more."""
+    model = tmp_path / "model"
+    shutil.copytree(exported, model)
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.embed_tokens.weight"] *= 8  # which is the head too
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    kls = []
+    for float32_head in (False, True):
+        config = small_config(tmp_path / "run", generator__dtype="bfloat16", generator__model_impl=model_impl)
+        config.trainer.training.mixed_precision_param = "bfloat16"
+        config.model = ModelConfig(assets=str(model), pretrained=True, float32_head=float32_head)
+        _, trained, scored, _, both = loop.run_until_complete(_two_steps(config, "local"))
+        kls.append((_mismatch(scored, trained)[1], _mismatch(*both)[1]))
+    assert all(0 < narrow < 0.8 * wide for wide, narrow in zip(*kls)), kls
 
 
 @pytest.mark.slow  # g++ takes a minute

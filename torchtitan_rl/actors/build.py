@@ -82,6 +82,7 @@ def cut_model(
         attention=attention or platform.attention_backend(config.training.mixed_precision_param),
         chunk_bytes=chunk_bytes or platform.logprob_chunk_bytes(config.logprob_chunk_mib),
         kernels=config.logprob_kernels == "auto",
+        float32_head=model_config.float32_head,
     )
     if config.training.seq_len:  # no datum is longer
         spec = with_positions(spec, config.training.seq_len)

@@ -44,3 +44,7 @@ class ModelConfig:
     """Name of a standard Qwen3 of torchtitan, such as `"0.6B"`, that gives the sizes; None: see `shape`."""
     pretrained: bool = False
     """True refuses to start from random weights: `assets` must hold safetensors."""
+    float32_head: bool = False
+    """True: trainers and generators compute logits in float32 where the model is in bfloat16, from the same hidden
+    states and head. Logits of bfloat16 have 8 bits each, which is often most of the mismatch of trainer and generator;
+    see docs/numerics.md."""

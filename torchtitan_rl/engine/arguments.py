@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllm import EngineArgs
 from vllm.config import StructuredOutputsConfig
 
@@ -9,6 +11,7 @@ from torchtitan_rl import platform
 from torchtitan_rl.config.meshes import GeneratorConfig
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.engine import vllm_model
+from torchtitan_rl.families import DecoderShape
 from torchtitan_rl.model.decoding import runs_eager, schedules_ahead
 from torchtitan_rl.model.shape import resolve_shape
 
@@ -28,15 +31,14 @@ def engine_args(config: GeneratorConfig, model: ModelConfig, seed: int, *, sleep
         additional_config=vllm_model.EngineShape(
             shape,
             record_routing=bool(config.record_routing),
+            float32_head=model.float32_head,
             adapters=config.adapters if config.max_adapters else None,
             num_adapters=config.max_adapters,
         ),
         dtype=config.dtype,
         load_format="dummy",
         seed=seed,
-        hf_overrides={"architectures": [vllm_model.model_class(shape).__name__]}
-        if config.model_impl == "torchtitan"
-        else {"tie_word_embeddings": False},  # a reload does not refresh a tied head
+        hf_overrides=_overrides(config, model, shape),
         tensor_parallel_size=config.tensor_parallel_degree,
         distributed_executor_backend="external_launcher" if config.tensor_parallel_degree > 1 else None,
         max_model_len=config.max_model_len,
@@ -60,6 +62,16 @@ def engine_args(config: GeneratorConfig, model: ModelConfig, seed: int, *, sleep
         logprobs_mode="processed_logprobs",  # of the sampling distribution, after temperature
         max_logprobs=-1,  # `Request.top_k` may be as large as the vocabulary
     )
+
+
+def _overrides(config: GeneratorConfig, model: ModelConfig, shape: DecoderShape) -> dict[str, Any]:
+    """What vLLM reads otherwise than in the directory's config.json."""
+    if config.model_impl == "torchtitan":
+        return {"architectures": [vllm_model.model_class(shape).__name__]}
+    overrides: dict[str, Any] = {"tie_word_embeddings": False}  # a reload does not refresh a tied head
+    if model.float32_head:
+        overrides["head_dtype"] = "float32"
+    return overrides
 
 
 def _max_num_batched_tokens(config: GeneratorConfig) -> int:

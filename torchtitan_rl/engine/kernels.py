@@ -27,6 +27,7 @@ from vllm.distributed import tensor_model_parallel_all_reduce
 
 from torchtitan_rl import adapters, platform
 from torchtitan_rl.families.rotations import AmplifiedCosSinRoPE
+from torchtitan_rl.model.head_product import head_product
 
 if TYPE_CHECKING:
     from torchtitan_rl.engine.layer_adapters import LayerAdapters
@@ -35,6 +36,7 @@ __all__ = [
     "KernelNorm",
     "KernelHalfRotation",
     "KernelPairRotation",
+    "Float32Head",
     "KernelAttention",
     "PackedFeedForward",
     "PackedLinear",
@@ -191,6 +193,27 @@ class PackedLinear(Linear):
         if self.adapters is not None:
             self.adapters.add_to(out, input)
         return out
+
+
+class Float32Head(Linear):
+    """A head whose logits are float32 though its matrix is not. A CPU multiplies by a packed copy in float32."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        pass
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self._packed: Any = None
+
+    def pack(self) -> None:
+        """Packs the matrix as it is now; call after every change of it."""
+        self._packed = _packed(self.weight.float())
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self._packed is None:
+            return head_product(input, self.weight, float32=True)
+        return ops.onednn_mm(self._packed, input.float(), None)
 
 
 class PackedFeedForward(FeedForward):
@@ -394,9 +417,14 @@ def changed(config: Module.Config, config_class: type[Module.Config], **changes:
 
 def pack_matrices(model: torch.nn.Module) -> None:
     """Packs the matrices of a model whose parameters have changed, where the platform packs matrices of their dtype."""
+    if not ops._supports_onednn:  # a build without oneDNN multiplies by plain matrices
+        return
     dtype = next(parameter.dtype for parameter in model.parameters())
-    if platform.packs_matrices(dtype) and ops._supports_onednn:  # a build without oneDNN multiplies by plain matrices
+    layers: list[PackedLinear | PackedFeedForward | SplitQKVLinear | Float32Head] = []
+    if platform.packs_matrices(dtype):
         packing = PackedLinear | PackedFeedForward | SplitQKVLinear
-        layers = [module for module in model.modules() if isinstance(module, packing)]
-        layers.sort(key=lambda layer: -sum(parameter.numel() for parameter in layer.parameters()))
-        platform.in_threads(lambda layer: layer.pack(), layers)
+        layers += [module for module in model.modules() if isinstance(module, packing)]
+    if platform.packs_matrices(torch.float32):
+        layers += [module for module in model.modules() if isinstance(module, Float32Head)]
+    layers.sort(key=lambda layer: -sum(parameter.numel() for parameter in layer.parameters()))
+    platform.in_threads(lambda layer: layer.pack(), layers)

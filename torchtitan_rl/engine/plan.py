@@ -20,7 +20,7 @@ from torchtitan.models.deepseek_v3.model import Attention as LatentAttention
 from torchtitan.protocols.model_spec import ModelSpec
 
 from torchtitan_rl.config.meshes import LoRAConfig
-from torchtitan_rl.engine.kernels import PackedLinear, changed, with_kernels
+from torchtitan_rl.engine.kernels import Float32Head, PackedLinear, changed, with_kernels
 from torchtitan_rl.engine.layers import PagedAttention, PagedSinkAttention, StateCache
 from torchtitan_rl.engine.routing_record import RecordingRouter, RoutingRecord
 from torchtitan_rl.engine.slices import SlicedExperts
@@ -32,8 +32,11 @@ from torchtitan_rl.model.lora import is_adapter, lora_spec
 __all__ = ["adapted_layers", "generator_spec", "whole_adapters", "whole_parameters"]
 
 
-def generator_spec(spec: ModelSpec, tensor_parallel_degree: int, record: RoutingRecord | None = None) -> ModelSpec:
+def generator_spec(
+    spec: ModelSpec, tensor_parallel_degree: int, record: RoutingRecord | None = None, *, float32_head: bool = False
+) -> ModelSpec:
     """A new spec for one generator rank; `spec` stays unchanged. With a record the routers write their choices to it.
+    `float32_head`: see `ModelConfig`.
 
     Raises ValueError unless the degree divides attention heads, KV heads, the heads of delta nets and the feed-forward
     size, and for a family's own router where a record is asked for.
@@ -55,6 +58,8 @@ def generator_spec(spec: ModelSpec, tensor_parallel_degree: int, record: Routing
             layer.moe = _mixture(layer.moe, tp)
     if record is not None:
         _record_routing(model.layers, record)
+    if float32_head:
+        model.lm_head = changed(model.lm_head, Float32Head.Config)
     return dataclasses.replace(spec, model=with_kernels(model))
 
 

@@ -36,6 +36,7 @@ class EngineShape:
 
     shape: DecoderShape
     record_routing: bool = False
+    float32_head: bool = False
     adapters: LoRAConfig | None = None
     """What each of `num_adapters` slots for adapters has room for; None: there are no slots."""
     num_adapters: int = 0
@@ -61,7 +62,7 @@ class TorchtitanModel(nn.Module):
         self.routing = RoutingRecord(shape) if records and self.tp_rank == 0 else None
         """What the routers of rank 0 choose, which the other ranks' choose too; None: nobody asks."""
         whole = with_positions(build_spec(ModelConfig(shape=shape)), longest)
-        spec = generator_spec(whole, self.tp_size, self.routing)
+        spec = generator_spec(whole, self.tp_size, self.routing, float32_head=sizes.float32_head)
         self.decoder = spec.model.build()
         self.decoder.requires_grad_(False)
         self.adapter_batch: AdapterBatch | None = None

@@ -123,7 +123,9 @@ def _start_generator(
     *,
     share_with: str | None = None,
 ):
-    model = ModelConfig(assets=str(model_dir), shape=resolve_shape(config.model))
+    model = ModelConfig(
+        assets=str(model_dir), shape=resolve_shape(config.model), float32_head=config.model.float32_head
+    )
     return launcher.start_generator(
         config.generator, model, role=role, seed=config.seed, share_with=share_with, host=host
     )

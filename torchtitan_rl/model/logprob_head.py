@@ -47,16 +47,20 @@ class LogprobHead(Linear):
         """Memory that the float32 logits of one chunk may take; a chunk has at least one token."""
         kernels: bool = True
         """Kernels compute the log-probabilities where the device has some; False: torch's operators everywhere."""
+        float32: bool = False
+        """`ModelConfig.float32_head`."""
 
     def __init__(self, config: Config):
         super().__init__(config)
-        self.chunk_bytes, self.kernels = config.chunk_bytes, config.kernels
+        self.chunk_bytes, self.kernels, self.float32 = config.chunk_bytes, config.kernels, config.float32
         self.teacher_weight_VD: torch.Tensor | None = None
         self._score: Callable[..., dict[str, torch.Tensor]] | None = None
 
     def target(self, targets: torch.Tensor, temperature: float) -> None:
         """Sets the targets (T,) or (T, K) of the next forward; the decoder's forward has no argument for targets."""
-        self._score = partial(target_scores, targets=targets, temperature=temperature, kernels=self.kernels)
+        self._score = partial(
+            target_scores, targets=targets, temperature=temperature, kernels=self.kernels, float32_head=self.float32
+        )
 
     def hold_teacher(self, weight: torch.Tensor, rank: int, size: int) -> None:
         """Keeps this tensor-parallel rank's slice of a teacher's whole head, (vocabulary, D), in the head's dtype.
@@ -122,7 +126,7 @@ class LogprobHead(Linear):
         vocab_start,
         group,
     ) -> dict[str, torch.Tensor]:
-        softmax = {"temperature": temperature, "group": group}
+        softmax = {"temperature": temperature, "group": group, "float32_head": self.float32}
         smaller_chunk = max(1, chunk_tokens // 3)  # top-k and KL take up to five buffers, log-probabilities two
         if top_k:
             names = "policy_logprobs", "entropy", "top_tokens", "top_logprobs"

@@ -1,10 +1,10 @@
 """Log-probabilities, entropies and their gradients by Triton kernels: `logprobs.py` imports this module on CUDA only.
 
-The logits of a chunk stay in the dtype of the matrix product, and every number is computed in float32 from there, as
-`logprobs.py` computes it. Forward writes a chunk of logits (the product) and reads it once (`_row_sums`). Backward
-writes it again (the product), turns it in place into its gradient (`_gradients`: one read, one write), which the two
-products of the gradients read. That makes four reads and three writes of the chunk, of which two reads and one write
-are the kernels'.
+The logits of a chunk stay in the dtype of the matrix product (float32 with `float32_head`), and every number is
+computed in float32 from there, as `logprobs.py` computes it. Forward writes a chunk of logits (the product) and reads
+it once (`_row_sums`). Backward writes it again (the product), turns it in place into its gradient (`_gradients`: one
+read, one write), which the two products of the gradients read. That makes four reads and three writes of the chunk, of
+which two reads and one write are the kernels'.
 
 Shape letters: T tokens, t tokens of a chunk, V rows of the vocabulary that this rank holds, D hidden size, K targets of
 a token.
@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from torchtitan_rl.model.head_gradients import chunked_gradients
+from torchtitan_rl.model.head_product import head_product
 
 __all__ = ["KernelLogprobs"]
 
@@ -126,14 +127,14 @@ class KernelLogprobs(torch.autograd.Function):
     float32; results are float32."""
 
     @staticmethod
-    def forward(ctx, hidden_TD, weight_VD, targets_TK, temperature, chunk_tokens, vocab_start, group):
+    def forward(ctx, hidden_TD, weight_VD, targets_TK, temperature, chunk_tokens, vocab_start, group, float32_head):
         targets_TK = (targets_TK - vocab_start).contiguous()  # from here on rows of this shard, or of none
         (num_tokens, num_targets), num_columns = targets_TK.shape, len(weight_VD)
         peak_T, total_T, weighted_T = hidden_TD.new_empty(3, num_tokens, dtype=torch.float32).unbind()
         chosen_TK = torch.empty_like(targets_TK, dtype=torch.float32)
         for start in range(0, num_tokens, chunk_tokens):
             rows = slice(start, start + chunk_tokens)
-            logits_tV = hidden_TD[rows] @ weight_VD.T
+            logits_tV = head_product(hidden_TD[rows], weight_VD, float32=float32_head)
             _row_sums[(len(logits_tV),)](
                 logits_tV,
                 targets_TK[rows],
@@ -162,7 +163,7 @@ class KernelLogprobs(torch.autograd.Function):
         log_total_T = total_T.log()
         logprobs_TK, entropy_T = chosen_TK - log_total_T[:, None], log_total_T - weighted_T / total_T
         ctx.save_for_backward(hidden_TD, weight_VD, targets_TK, peak_T, log_total_T, entropy_T)
-        ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
+        ctx.temperature, ctx.chunk_tokens, ctx.float32_head = temperature, chunk_tokens, float32_head
         ctx.set_materialize_grads(False)  # a loss without an entropy term gives None, known without asking the device
         return logprobs_TK, entropy_T
 
@@ -179,7 +180,7 @@ class KernelLogprobs(torch.autograd.Function):
         num_blocks = triton.cdiv(num_columns, launch["BLOCK"])
 
         def grad_logits(rows):
-            logits_tV = hidden_TD[rows] @ weight_VD.T
+            logits_tV = head_product(hidden_TD[rows], weight_VD, float32=ctx.float32_head)
             _gradients[(len(logits_tV) * num_blocks,)](
                 logits_tV,
                 targets_TK[rows],
@@ -196,6 +197,6 @@ class KernelLogprobs(torch.autograd.Function):
                 HAS_ENTROPY=has_entropy,
                 **launch,
             )
-            return logits_tV
+            return logits_tV.to(hidden_TD.dtype)
 
-        return *chunked_gradients(ctx, hidden_TD, weight_VD, torch.float32, grad_logits), None, None, None, None, None
+        return *chunked_gradients(ctx, hidden_TD, weight_VD, torch.float32, grad_logits), *[None] * 6

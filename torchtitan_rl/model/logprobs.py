@@ -17,16 +17,19 @@ import torch.distributed as dist
 
 from torchtitan_rl import adapters, platform
 from torchtitan_rl.model.head_gradients import chunked_gradients
+from torchtitan_rl.model.head_product import head_product
 
 __all__ = ["chunked_logprobs", "scaled_logits", "score_chunk", "target_scores"]
 
 adapters.adapt_torchtitan()
 
 
-def scaled_logits(hidden_tD: torch.Tensor, weight_VD: torch.Tensor, temperature: float) -> torch.Tensor:
+def scaled_logits(
+    hidden_tD: torch.Tensor, weight_VD: torch.Tensor, temperature: float, *, float32_head: bool
+) -> torch.Tensor:
     """Logits (t, V) of a chunk, at least float32, divided by the temperature: one of the chunk's two buffers."""
     dtype = torch.promote_types(hidden_tD.dtype, torch.float32)
-    return (hidden_tD @ weight_VD.T).to(dtype).div_(temperature)
+    return head_product(hidden_tD, weight_VD, float32=float32_head).to(dtype).div_(temperature)
 
 
 def score_chunk(
@@ -65,15 +68,16 @@ class _ChunkedLogprobs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden_TD, weight_VD, targets_TK, temperature, chunk_tokens, vocab_start, group):
+    def forward(ctx, hidden_TD, weight_VD, targets_TK, temperature, chunk_tokens, vocab_start, group, float32_head):
         chunks = []
         for start in range(0, len(targets_TK), chunk_tokens):
             rows = slice(start, start + chunk_tokens)
-            logits_tV = scaled_logits(hidden_TD[rows], weight_VD, temperature)
+            logits_tV = scaled_logits(hidden_TD[rows], weight_VD, temperature, float32_head=float32_head)
             chunks.append(score_chunk(logits_tV, targets_TK[rows], vocab_start, group))
         logprobs_TK, entropy_T, lse_T = map(torch.cat, zip(*chunks))
         ctx.save_for_backward(hidden_TD, weight_VD, targets_TK, lse_T, entropy_T)
         ctx.temperature, ctx.chunk_tokens, ctx.vocab_start = temperature, chunk_tokens, vocab_start
+        ctx.float32_head = float32_head
         ctx.set_materialize_grads(False)  # a loss without an entropy term gives None, known without asking the device
         return logprobs_TK, entropy_T
 
@@ -86,7 +90,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
         def grad_logits(rows):
             grad_logprobs = grad_logprobs_TK[rows]
             total = grad_logprobs.sum(-1)
-            grad = scaled_logits(hidden_TD[rows], weight_VD, ctx.temperature).sub_(lse_T[rows, None])
+            grad = scaled_logits(hidden_TD[rows], weight_VD, ctx.temperature, float32_head=ctx.float32_head)
+            grad.sub_(lse_T[rows, None])
             if grad_entropy_T is None:
                 grad.exp_().mul_(-total[:, None])
             else:
@@ -94,7 +99,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             slots, mine = _rows_of_shard(targets_TK[rows], len(weight_VD), ctx.vocab_start)
             return grad.scatter_add_(1, slots, grad_logprobs * mine).div_(ctx.temperature).to(hidden_TD.dtype)
 
-        return *chunked_gradients(ctx, hidden_TD, weight_VD, lse_T.dtype, grad_logits), None, None, None, None, None
+        return *chunked_gradients(ctx, hidden_TD, weight_VD, lse_T.dtype, grad_logits), *[None] * 6
 
 
 def _add_entropy(grad, entropy_t1, grad_entropy_t1, total_t1) -> None:
@@ -113,6 +118,7 @@ def chunked_logprobs(
     vocab_start: int = 0,
     group: dist.ProcessGroup | None = None,
     kernels: bool = True,
+    float32_head: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of each target, (T,) or (T, K) as the targets are, and entropy of each distribution, (T,), at
     least float32.
@@ -120,7 +126,7 @@ def chunked_logprobs(
     Differentiable in `hidden_TD` and `weight_VD`. With `group`, `weight_VD` is this rank's rows of the
     vocabulary starting at `vocab_start`; results are then equal on all ranks of the group, and the
     gradient of `hidden_TD` is this rank's share (the ranks' shares sum to the whole).
-    `kernels=False` computes with torch's operators alone, on every device.
+    `kernels=False` computes with torch's operators alone, on every device. `float32_head`: see `head_product`.
     """
     function: type[torch.autograd.Function] = _ChunkedLogprobs
     if kernels and platform.has_logprob_kernels(hidden_TD):
@@ -128,7 +134,14 @@ def chunked_logprobs(
 
         function = KernelLogprobs
     logprobs_TK, entropy_T = function.apply(
-        hidden_TD, weight_VD, targets.reshape(len(targets), -1), temperature, chunk_tokens, vocab_start, group
+        hidden_TD,
+        weight_VD,
+        targets.reshape(len(targets), -1),
+        temperature,
+        chunk_tokens,
+        vocab_start,
+        group,
+        float32_head,
     )
     return logprobs_TK.view(targets.shape), entropy_T
 

@@ -29,6 +29,7 @@ def chunked_top_k(
     chunk_tokens: int,
     vocab_start: int = 0,
     group: dist.ProcessGroup | None = None,
+    float32_head: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`chunked_logprobs` without gradient, and the `top_k` likeliest tokens of each distribution: int64 ids and float32
     log-probabilities, both (T, top_k), best first. Logits are compared in float32; the lower id wins a tie."""
@@ -37,7 +38,7 @@ def chunked_top_k(
     with torch.no_grad():
         for start in range(0, len(targets_TK), chunk_tokens):
             rows = slice(start, start + chunk_tokens)
-            logits_tV = scaled_logits(hidden_TD[rows], weight_VD, temperature)
+            logits_tV = scaled_logits(hidden_TD[rows], weight_VD, temperature, float32_head=float32_head)
             tokens, best = _top_k(logits_tV, top_k, vocab_start, group)
             logprobs, entropy, lse = score_chunk(logits_tV, targets_TK[rows], vocab_start, group)
             chunks.append((logprobs, entropy, tokens, best - lse[:, None]))
@@ -75,12 +76,14 @@ class _ChunkedKL(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden_TD, weight_VD, teacher_hidden_TD, teacher_weight_VD, temperature, chunk_tokens, group):
+    def forward(
+        ctx, hidden_TD, weight_VD, teacher_hidden_TD, teacher_weight_VD, temperature, chunk_tokens, group, float32_head
+    ):
         kls, lses = [], []
         for start in range(0, len(hidden_TD), chunk_tokens):
             rows = slice(start, start + chunk_tokens)
-            logits = scaled_logits(hidden_TD[rows], weight_VD, temperature)
-            teacher = scaled_logits(teacher_hidden_TD[rows], teacher_weight_VD, temperature)
+            logits = scaled_logits(hidden_TD[rows], weight_VD, temperature, float32_head=float32_head)
+            teacher = scaled_logits(teacher_hidden_TD[rows], teacher_weight_VD, temperature, float32_head=float32_head)
             peaks = torch.stack([logits.amax(-1), teacher.amax(-1)])
             if group is not None:
                 dist.all_reduce(peaks, dist.ReduceOp.MAX, group)
@@ -97,7 +100,7 @@ class _ChunkedKL(torch.autograd.Function):
             lses.append(peaks + lse)
         kl_T = torch.cat(kls)
         ctx.save_for_backward(hidden_TD, weight_VD, teacher_hidden_TD, teacher_weight_VD, torch.cat(lses, 1), kl_T)
-        ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
+        ctx.temperature, ctx.chunk_tokens, ctx.float32_head = temperature, chunk_tokens, float32_head
         return kl_T
 
     @staticmethod
@@ -105,14 +108,15 @@ class _ChunkedKL(torch.autograd.Function):
         hidden_TD, weight_VD, teacher_hidden_TD, teacher_weight_VD, (lse_T, teacher_lse_T), kl_T = ctx.saved_tensors
 
         def grad_logits(rows):
-            logp = scaled_logits(hidden_TD[rows], weight_VD, ctx.temperature).sub_(lse_T[rows, None])
-            logq = scaled_logits(teacher_hidden_TD[rows], teacher_weight_VD, ctx.temperature)
+            softmax = {"temperature": ctx.temperature, "float32_head": ctx.float32_head}
+            logp = scaled_logits(hidden_TD[rows], weight_VD, **softmax).sub_(lse_T[rows, None])
+            logq = scaled_logits(teacher_hidden_TD[rows], teacher_weight_VD, **softmax)
             grad = logq.sub_(teacher_lse_T[rows, None])
             grad.neg_().add_(logp).sub_(kl_T[rows, None])
             grad.mul_(logp.exp_()).mul_(grad_kl_T[rows, None])
             return grad.div_(ctx.temperature).to(hidden_TD.dtype)
 
-        return *chunked_gradients(ctx, hidden_TD, weight_VD, kl_T.dtype, grad_logits), None, None, None, None, None
+        return *chunked_gradients(ctx, hidden_TD, weight_VD, kl_T.dtype, grad_logits), *[None] * 6
 
 
 def chunked_kl(
@@ -124,6 +128,7 @@ def chunked_kl(
     temperature: float = 1.0,
     chunk_tokens: int,
     group: dist.ProcessGroup | None = None,
+    float32_head: bool = False,
 ) -> torch.Tensor:
     """KL(policy || teacher) over the whole vocabulary at each token, (T,), at least float32.
 
@@ -131,5 +136,5 @@ def chunked_kl(
     the vocabulary. With `group`, heads and gradients are this rank's share, as in `chunked_logprobs`.
     """
     return _ChunkedKL.apply(
-        hidden_TD, weight_VD, teacher_hidden_TD, teacher_weight_VD, temperature, chunk_tokens, group
+        hidden_TD, weight_VD, teacher_hidden_TD, teacher_weight_VD, temperature, chunk_tokens, group, float32_head
     )

@@ -104,7 +104,7 @@ def layer_activations(
 
 
 def trainer_parts(
-    config: TrainerConfig, shape: DecoderShape, *, trains: bool = True, device: str = "cuda"
+    config: TrainerConfig, shape: DecoderShape, *, trains: bool = True, device: str = "cuda", float32_head: bool = False
 ) -> dict[str, int]:
     """Bytes of one trainer rank. `parameters`, `gradients`, `optimizer`: the shards that stay between operations.
     `working`: the most that a forward and backward hold besides the shards (`working_parts`). `step`: the most that an
@@ -124,13 +124,13 @@ def trainer_parts(
         "parameters": stored * num_parameters // shards,
         "gradients": stored * num_trained // shards,
         "optimizer": 2 * stored * num_trained // shards,  # two moments
-        "working": sum(working_parts(config, shape, trains=trains, device=device).values()),
+        "working": sum(working_parts(config, shape, trains=trains, device=device, float32_head=float32_head).values()),
         "step": stored * num_trained // shards if config.optimizer.implementation == "foreach" else 0,
     }
 
 
 def working_parts(
-    config: TrainerConfig, shape: DecoderShape, *, trains: bool = True, device: str = "cuda"
+    config: TrainerConfig, shape: DecoderShape, *, trains: bool = True, device: str = "cuda", float32_head: bool = False
 ) -> dict[str, int]:
     """Bytes that a forward and backward hold besides the shards when they hold most: `gathered` parameters,
     `activations`, `logits`, and `passing` gradients, before and after reduction.
@@ -140,8 +140,8 @@ def working_parts(
     `model/logprobs.py`:
 
     - at the head: all activations, a chunk's logits, exponentials of logits and the chunk before (three in float32, one
-      in the compute dtype; with kernels the logits in the compute dtype alone), the head's gradient in float32 and in
-      the compute dtype;
+      in the compute dtype; with kernels the logits in the compute dtype alone, with `float32_head` in float32 and their
+      gradient), the head's gradient in float32 and in the compute dtype;
     - after a head that is not tied: all activations, the head's gradient before and after reduction;
     - in the last layer's feed-forward: all activations, what the layer recomputes, the gradients of two inner and two
       outer activations, of the feed-forward's last matrix and of the head;
@@ -156,7 +156,7 @@ def working_parts(
     all_logits = tokens * shape.vocab_size * 4 // tp
     chunk = min(all_logits, platform.logprob_chunk_bytes(config.logprob_chunk_mib, device))
     if device == "cuda" and config.logprob_kernels == "auto":  # in place, in the compute dtype
-        logits = chunk * compute // 4
+        logits = chunk * (4 + compute if float32_head and compute < 4 else compute) // 4
     else:
         logits = chunk * (3 * 4 + (compute if compute < 4 else 0)) // 4
     copies = 0
@@ -199,7 +199,9 @@ def working_parts(
     return {name: int(size) for name, size in zip(names, max(moments, key=sum), strict=True)}
 
 
-def generator_parts(config: GeneratorConfig, shape: DecoderShape, device: str = "cuda") -> dict[str, int]:
+def generator_parts(
+    config: GeneratorConfig, shape: DecoderShape, device: str = "cuda", *, float32_head: bool = False
+) -> dict[str, int]:
     """Bytes of one generator rank: `weights` (embedding, head, norms and routers whole on every rank), `kv_cache`, and
     `working`: one layer's activations of an engine step's tokens, and three times the float32 logits of the sampled
     sequences. On a CPU also `packed`: the copies of all matrices but those of routed experts that are multiplied with
@@ -215,12 +217,14 @@ def generator_parts(config: GeneratorConfig, shape: DecoderShape, device: str = 
         feed_forward = shape.experts.top_k * (3 * shape.hidden_dim + 2 * shape.dim)
     per_token = 4 * shape.dim + 2 * (heads + 2 * kv_heads) + feed_forward
     packed = {}
-    packs = device == "cpu" and platform.packs_matrices(getattr(torch, config.dtype))
-    if packs and config.model_impl == "torchtitan":
-        num_experts = 0 if shape.experts is None else shape.experts.num_experts
-        experts = shape.num_mixture_layers * num_experts * 3 * shape.dim * shape.hidden_dim
-        packed["packed"] = dtype * ((shape.num_parameters - whole - experts) // tensor_parallel)
-        packed["packed"] += dtype * shape.vocab_size * shape.dim  # the head, also one that is tied
+    if device == "cpu" and config.model_impl == "torchtitan":
+        if packs := platform.packs_matrices(getattr(torch, config.dtype)):
+            num_experts = 0 if shape.experts is None else shape.experts.num_experts
+            experts = shape.num_mixture_layers * num_experts * 3 * shape.dim * shape.hidden_dim
+            packed["packed"] = dtype * ((shape.num_parameters - whole - experts) // tensor_parallel)
+        if packs or float32_head:  # the head, also one that is tied
+            head = (4 if float32_head else dtype) * shape.vocab_size * shape.dim
+            packed["packed"] = packed.get("packed", 0) + head
     return packed | {
         "weights": dtype * (whole + (shape.num_parameters - whole) // tensor_parallel),
         "kv_cache": int(config.kv_cache_gib * 2**30),
@@ -232,9 +236,19 @@ def generator_parts(config: GeneratorConfig, shape: DecoderShape, device: str = 
 def run_parts(config: RunConfig, device: str = "cuda") -> dict[str, dict[str, int]]:
     """Bytes by role and part, for one rank of every role; `generator` is one rank of one replica."""
     return {
-        role: trainer_parts(trainer, resolve_shape(model), trains=role in ("policy", "critic"), device=device)
+        role: trainer_parts(
+            trainer,
+            resolve_shape(model),
+            trains=role in ("policy", "critic"),
+            device=device,
+            float32_head=model.float32_head,
+        )
         for role, (trainer, model) in config.trainers().items()
-    } | {"generator": generator_parts(config.generator, resolve_shape(config.model), device)}
+    } | {
+        "generator": generator_parts(
+            config.generator, resolve_shape(config.model), device, float32_head=config.model.float32_head
+        )
+    }
 
 
 def gpu_bytes(config: RunConfig, roles: Iterable[str], parts: dict[str, dict[str, int]] | None = None) -> int:

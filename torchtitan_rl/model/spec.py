@@ -52,12 +52,12 @@ def build_spec(config: ModelConfig) -> ModelSpec:
 
 
 def training_spec(
-    spec: ModelSpec, trainer_view, *, attention: str, chunk_bytes: int, kernels: bool = True
+    spec: ModelSpec, trainer_view, *, attention: str, chunk_bytes: int, kernels: bool = True, float32_head: bool = False
 ) -> ModelSpec:
     """A new spec to train from: sharding filled in, packed attention, and a head that returns log-probabilities.
 
     `trainer_view` is any object with a torchtitan `parallelism` config. `attention` is `"sdpa"` or `"varlen"`.
-    `chunk_bytes` and `kernels` are the head's (`LogprobHead.Config`).
+    `chunk_bytes`, `kernels` and `float32_head` are the head's (`LogprobHead.Config`).
     """
     model = copy.deepcopy(spec.model)
     model.update_from_config(config=trainer_view)
@@ -73,7 +73,7 @@ def training_spec(
             in_dst_shardings=model.lm_head.sharding_config.in_dst_shardings,
         )
         return dataclasses.replace(spec, model=model)
-    head = _recast(model.lm_head, LogprobHead.Config, chunk_bytes=chunk_bytes, kernels=kernels)
+    head = _recast(model.lm_head, LogprobHead.Config, chunk_bytes=chunk_bytes, kernels=kernels, float32=float32_head)
     # The head's outputs are per-token numbers, equal on every TP rank, not vocabulary shards of logits.
     sharding = model.lm_head.sharding_config
     head.sharding_config = ShardingConfig(

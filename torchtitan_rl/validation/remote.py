@@ -67,6 +67,8 @@ def _refusals(config: RunConfig, generators_only: bool) -> Iterator[str]:
     for name in ("converters", "post_optimizer_build_fn"):
         if getattr(trainer, name):
             yield f"trainer.{name}: backend='tinker' builds no model here; leave it out"
+    if config.model.float32_head:
+        yield "model.float32_head=True: backend='tinker' computes logits as its service does; use False"
     if trainer.shared_prefix != "off":
         yield (
             f"trainer.shared_prefix={trainer.shared_prefix!r}: backend='tinker' packs no microbatches here; use 'off'"

@@ -113,6 +113,25 @@ def test_a_packed_product_is_the_plain_one_and_a_row_does_not_depend_on_its_batc
             assert torch.equal(fast(rows[:size]), batch[:size]), size
 
 
+@DTYPES
+def test_a_head_in_float32_rounds_no_logit_before_and_after_a_change(dtype):
+    plain, _ = built(Linear.Config(in_features=96, out_features=160), dtype)
+    head = kernels.Float32Head.Config(in_features=96, out_features=160).build()
+    head.load_state_dict(plain.state_dict())
+    head, rows = head.to(dtype), torch.randn(64, 96, dtype=dtype)
+    with torch.inference_mode():
+        for factor in (1, -3):
+            for module in (plain, head):
+                module.weight.mul_(factor)
+            expected = rows.double() @ head.weight.double().T
+            if factor == 1:
+                assert head(rows).dtype == torch.float32 and torch.allclose(head(rows).double(), expected, atol=1e-4)
+            kernels.pack_matrices(head)
+            logits = head(rows)
+            assert logits.dtype == torch.float32 and torch.allclose(logits.double(), expected, atol=1e-4)
+            assert torch.equal(head(rows[:3]), logits[:3])
+
+
 def test_a_packed_matrix_is_packed_again_after_a_change():
     plain, fast = built(Linear.Config(in_features=32, out_features=32), torch.float32)
     with torch.inference_mode():

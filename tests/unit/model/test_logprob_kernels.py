@@ -86,6 +86,14 @@ def test_half_precision(differences, dtype):
         assert errors["float64"][name] <= 1.01 * cut * errors["torch against float64"][name], (name, errors)
 
 
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_a_head_in_float32_rounds_no_logit(differences, dtype):
+    errors, rounded = differences[f"{dtype}, float32 head"], differences[dtype]["float64"]
+    assert max(errors["logprobs"], errors["entropy"]) <= 1e-6, errors
+    for name in ("grad_hidden", "grad_weight"):  # rounded to the dtype once, as without
+        assert errors[name] <= 1.5 * rounded[name], (name, errors, rounded)
+
+
 def test_what_needs_no_gradient_or_has_none_stays_so(differences):
     assert differences["edges"] == {
         "frozen hidden": True,
@@ -202,6 +210,11 @@ def _compare() -> dict:
             "torch": _errors(ours, plain),
             "torch against float64": _errors(plain, exact),
         }
+        # The logits of a head in float32 are those of the same numbers in float32.
+        ours = _results(*inputs, 0.7, upstream, chunk_tokens=6, float32_head=True)
+        widened = [tensor.detach().float().requires_grad_() for tensor in inputs[:2]]
+        exact = _reference(*widened, *inputs[2:], 0.7, upstream)
+        found[f"{dtype}, float32 head"] = _errors(ours, exact)
     return found | {"edges": _edges()}
 
 

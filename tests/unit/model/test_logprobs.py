@@ -137,3 +137,23 @@ def test_the_head_scores_the_targets_it_was_told_once():
     torch.testing.assert_close({name: rows[0] for name, rows in said.items()}, expected, rtol=1e-12, atol=1e-12)
     with pytest.raises(AssertionError, match="target"):
         head(hidden_TD[None])  # stale targets must not be scored again
+
+
+def test_a_head_in_float32_rounds_no_logit():
+    """Hidden states and head stay in bfloat16, as do their gradients. Logits of some 30 have steps of 1/8 there."""
+    hidden_TD, weight_VD, targets_T = random_inputs(64, dim=128, vocab_size=50, dtype=torch.float32)
+    hidden_TD, weight_VD = (tensor.detach().bfloat16().requires_grad_() for tensor in (hidden_TD, weight_VD))
+    with torch.no_grad():
+        exact = full_logprobs(hidden_TD.double(), weight_VD.double(), targets_T)
+    errors = []
+    for float32_head in (False, True):
+        results = chunked_logprobs(hidden_TD, weight_VD, targets_T, chunk_tokens=24, float32_head=float32_head)
+        assert all(result.dtype == torch.float32 for result in results)
+        errors.append(max(float((one - other).detach().abs().max()) for one, other in zip(results, exact, strict=True)))
+    assert errors[1] < 1e-4 < 1e-2 < errors[0], errors
+    precise = [tensor.detach().double().requires_grad_() for tensor in (hidden_TD, weight_VD)]
+    expected = torch.autograd.grad(full_logprobs(*precise, targets_T)[0].sum(), precise)
+    actual = torch.autograd.grad(results[0].sum(), [hidden_TD, weight_VD])
+    for one, other in zip(actual, expected, strict=True):
+        assert one.dtype == torch.bfloat16
+        assert (one.double() - other).norm() < 2**-8 * other.norm()

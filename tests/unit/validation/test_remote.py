@@ -31,6 +31,7 @@ def test_the_quickstart_is_offered_and_exports_nothing(config):
         ("roles.critic", rl.RoleConfig(), r"roles\.critic: backend='tinker' trains the policy alone"),
         ("roles.colocation", "all", r"roles\.colocation='all': backend='tinker' has no devices"),
         ("generator.max_adapters", 2, r"generator\.max_adapters=2: backend='tinker' has no engines here"),
+        ("model.float32_head", True, r"model\.float32_head=True: backend='tinker' computes logits as its service does"),
         ("algorithm.temperature", 0.7, r"algorithm\.temperature=0\.7: backend='tinker' computes"),
         ("algorithm.entropy_coef", 0.01, r"algorithm\.entropy_coef=0\.01: backend='tinker' answers no entropy"),
         (
