@@ -16,7 +16,9 @@ __all__ = [
     "REINFORCEMENT",
     "EVALUATION",
     "FEATURES",
+    "A_NAME",
     "entry",
+    "is_name",
     "repeatable",
     "unit",
 ]
@@ -154,7 +156,11 @@ FEATURES = {
 """What else lines hold, by feature. Capitals stand for an age in publications (A), a number of samples (N, K), or a
 name (NAME, ROLE)."""
 
-_STANDS_FOR = {"A": "[0-9]+", "N": "[0-9]+", "K": "[0-9]+", "NAME": "[a-z0-9_]+", "ROLE": "[a-z0-9_]+"}
+_NAME = "[A-Za-z0-9_.-]+"
+A_NAME = "letters and digits of ASCII, '_', '.' and '-'"
+"""What a name that stands in the name of a metric is made of, as error messages say it: a part of a reward, a role."""
+
+_STANDS_FOR = {"A": "[0-9]+", "N": "[0-9]+", "K": "[0-9]+", "NAME": _NAME, "ROLE": _NAME}
 
 
 _UNITS = {
@@ -179,6 +185,11 @@ _REPEATABLE = (
     *("rewards/", "eval/", "stop/"),
 )
 """What the names of numbers begin with that a run repeats to the last digit. Times, rates and memory do not repeat."""
+
+
+def is_name(text: str) -> bool:
+    """Whether a part of a reward or a role may have this name, which the name of a metric contains."""
+    return re.fullmatch(_NAME, text) is not None
 
 
 def unit(name: str) -> str:

@@ -34,7 +34,7 @@ from torchtitan_rl.record.tracing import span
 
 __all__ = ["RunDir"]
 
-_METRIC_NAME = re.compile(r"step|phase|[a-z][a-z0-9_]*/[a-z][a-z0-9_@]*")
+_METRIC_NAME = re.compile(r"step|phase|[a-z][a-z0-9_]*/[a-z][A-Za-z0-9_.@-]*")
 _NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 
 

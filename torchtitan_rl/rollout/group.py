@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torchtitan_rl.metrics import A_NAME, is_name
 from torchtitan_rl.record.tracing import running, span
 from torchtitan_rl.rollout.multi_turn import Limits, multi_turn
 from torchtitan_rl.rollout.policy import Policy, single_turn
@@ -176,13 +177,20 @@ async def _failed_to_judge(
 
 
 def _check_rewards(rollout: Rollout) -> None:
-    """Raises RuntimeError for a reward, a part of a reward or a turn's reward that a workflow gave and that is none."""
+    """Raises RuntimeError for a reward, a part of a reward or a turn's reward that a workflow gave and that is none,
+    and for the name of a part or role that no metric can contain."""
     of_turns = {f"reward of turn {i}": turn.reward for i, turn in enumerate(rollout.turns)}
     parts = {f"reward part {name!r}": number for name, number in rollout.reward_parts.items()}
     for name, number in {"reward": rollout.reward, **of_turns, **parts}.items():
         if number is not None and not is_reward(number):
             raise RuntimeError(
                 f"algorithm.workflow: gave {name} {number!r} for task {rollout.task.id!r}; give {A_REWARD}"
+            )
+    for kind, names in {"role": [rollout.role], "reward part": rollout.reward_parts}.items():
+        if wrong := [name for name in names if not is_name(name)]:
+            raise RuntimeError(
+                f"algorithm.workflow: gave task {rollout.task.id!r} a {kind} named {wrong[0]!r}, which cannot stand in "
+                f"the name of a metric; use {A_NAME}"
             )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from statistics import fmean
 from typing import Any
 
+from torchtitan_rl.metrics import A_NAME, is_name
 from torchtitan_rl.types import Rollout
 
 __all__ = ["MAX_PARTS", "PartNames", "Parts", "read_parts", "part_means"]
@@ -27,12 +28,15 @@ class PartNames:
 
     def admit(self, names: Iterable[str]) -> None:
         """Remembers the names of a reward's parts. Raises ValueError, and remembers none, for more than 64 of them, for
-        a name without letters or with more than 128, and beyond 256 names in the run."""
+        a name without letters, with more than 128 or with letters that no metric has, and beyond 256 names in the
+        run."""
         names = set(names)
         if len(names) > MAX_PARTS:
             raise ValueError(f"parts: has {len(names)} names, and a reward may have {MAX_PARTS} parts; give fewer")
         if long := [name for name in names if not 0 < len(name) <= _MAX_LETTERS]:
             raise ValueError(f"parts: a name has {len(long[0])} letters; give it 1 to {_MAX_LETTERS}")
+        if wrong := sorted(name for name in names if not is_name(name)):
+            raise ValueError(f"parts: the name {wrong[0]!r} cannot stand in that of a metric; use {A_NAME}")
         if len(self.names | names) > _MAX_NAMES:
             new = sorted(names - self.names)
             raise ValueError(
@@ -48,7 +52,8 @@ def read_parts(
     """The rewards of an answer `(rewards, parts)`; `parts`, unless None, becomes the numbers of each part by name.
 
     `checked(numbers, part)` refuses anything but one finite number per completion, `part` being the part's name in the
-    message. Raises RuntimeError, which begins with `who`, for a part whose name is no text and for more than 64 parts.
+    message. Raises RuntimeError, which begins with `who`, for a part whose name no metric can contain and for more than
+    64 parts.
     """
     rewards = checked(value[0])
     if len(value[1]) > MAX_PARTS:
@@ -57,8 +62,8 @@ def read_parts(
         )
     read = {}
     for name, numbers in value[1].items():
-        if not isinstance(name, str) or not name:
-            raise RuntimeError(f"{who}: returned a part named {name!r}; name each part by a text, such as 'format'")
+        if not isinstance(name, str) or not is_name(name):
+            raise RuntimeError(f"{who}: returned a part named {name!r}; name each part by a text of {A_NAME}")
         read[name] = checked(numbers, f": part {name!r}")
     if parts is not None:
         parts.update(read)

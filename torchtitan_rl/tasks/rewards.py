@@ -45,9 +45,9 @@ class Rewards:
         self.functions = {}
         for name, entry in entries.items():
             function, weight = entry if isinstance(entry, (tuple, list)) and len(entry) == 2 else (entry, 1.0)
-            if not isinstance(name, str) or not name.isidentifier():
+            if not isinstance(name, str) or not name.isidentifier() or not name.isascii():
                 raise ValueError(
-                    f"rewards.functions[{name!r}]: metrics and flags contain the name; use a Python identifier"
+                    f"rewards.functions[{name!r}]: metrics and flags contain the name; use a Python identifier of ASCII"
                 )
             if not callable(function):
                 raise ValueError(

@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from torchtitan_rl import metrics
 from torchtitan_rl.record.run_dir import RunDir
 
 LINE = {"step": 3, "phase": "reinforcement", "reward/mean": 0.1, "time/step_s": 1e-300, "optim/lr": 1 / 3}
@@ -58,6 +59,14 @@ def test_what_is_not_finite_stays_valid_json(tmp_path):
     json.loads(run_dir.metrics_file.read_text(), parse_constant=no_constants)
     (line,) = run_dir.read_metrics()
     assert math.isnan(line["loss/mean"]) and line["optim/grad_norm"] == -math.inf
+
+
+def test_names_of_parts_and_roles_are_written_as_they_are(tmp_path):
+    run_dir = RunDir.create(tmp_path)
+    names = ["reward/part_Format_mean", "eval/reward_part_style.length_mean", "reward/exact-match_mean"]
+    run_dir.log_metrics({"step": 0, "phase": "reinforcement"} | dict.fromkeys(names, 1.0))
+    assert set(names) < run_dir.read_metrics()[0].keys()
+    assert metrics.entry(names[0]) == "reward/part_NAME_mean" and metrics.entry(names[2]) == "reward/ROLE_mean"
 
 
 @pytest.mark.parametrize("name", ["loss", "loss/", "/mean", "Loss/mean", "loss/mean/x", "loss mean", "loss/mean "])

@@ -87,7 +87,7 @@ def command(tail):
 
 
 async def test_parts_are_bounded_for_each_reward_and_for_a_run():
-    made = policy(*(["3" + END] * 8), tokenizer=BYTES, for_training=True)
+    made = policy(*(["3" + END] * 9), tokenizer=BYTES, for_training=True)
     given = {}
 
     async def agent(task, endpoint):
@@ -104,15 +104,17 @@ async def test_parts_are_bounded_for_each_reward_and_for_a_run():
             return (await workflow(TASK, made, rollout_id="0", seed=1)).reward_parts
 
         for i in range(4):
-            assert len(await attempt(f"part {i} {j}" for j in range(64))) == 64
+            assert len(await attempt(f"part_{i}_{j}" for j in range(64))) == 64
         with pytest.raises(AgentFailed, match="'new' would be more than the 256 names .* the same names in every"):
-            await attempt(["part 0 0", "new"])
-        assert len(await attempt(["part 0 0", "part 3 1"])) == 2  # known ones go on
+            await attempt(["part_0_0", "new"])
+        assert len(await attempt(["part_0_0", "part_3_1"])) == 2  # known ones go on
         workflow.attach(gateway)
         with pytest.raises(AgentFailed, match="2000 names, and a reward may have 64 parts"):
-            await attempt(f"part {j}" for j in range(2000))
+            await attempt(f"part_{j}" for j in range(2000))
         with pytest.raises(AgentFailed, match="a name has 1000 letters"):
             await attempt(["a" * 1000])
+        with pytest.raises(AgentFailed, match="the name 'in time' cannot stand in that of a metric; use letters"):
+            await attempt(["in time"])
 
 
 async def test_a_posted_reward_of_too_many_parts_is_refused_and_fails_the_attempt():

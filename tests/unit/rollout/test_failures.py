@@ -1,6 +1,7 @@
 """Rollouts that fail: retried, dropped as a whole group, counted, and too many of them."""
 
 import asyncio
+import dataclasses
 from collections import Counter
 
 import pytest
@@ -82,6 +83,16 @@ async def test_a_workflow_that_gives_a_huge_reward_has_failed(place, huge):
         await group(workflow, counted.tried)
     assert counted.failed == {"workflow": 2}
     with pytest.raises(RuntimeError, match="algorithm.workflow: gave reward"):
+        await group(workflow, None)
+
+
+@pytest.mark.parametrize("changes", [{"role": "the judge"}, {"reward_parts": {"in time": 1.0}}])
+async def test_a_workflow_that_gives_a_name_which_no_metric_can_contain_has_failed(changes):
+    async def workflow(task, policy, *, rollout_id, seed):
+        rollout = await attempts()(task, policy, rollout_id=rollout_id, seed=seed)
+        return dataclasses.replace(rollout, **changes)
+
+    with pytest.raises(RuntimeError, match=r"task 't' a (role|reward part) named '(the judge|in time)', which cannot"):
         await group(workflow, None)
 
 

@@ -68,6 +68,7 @@ async def test_an_answer_in_parts():
         ({"a": [1.0, float("nan")]}, "part 'a': returned nan at position 1 for task 't/0'"),
         ({"a": None}, "part 'a': returned None for task 't/0'"),
         ({3: [1.0, 1.0]}, "returned a part named 3; name each part by a text"),
+        ({"in time": [1.0, 1.0]}, "returned a part named 'in time'; name each part by a text of letters and digits"),
     ],
 )
 async def test_a_wrong_part_is_refused_with_its_name(parts, message):
