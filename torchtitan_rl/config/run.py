@@ -122,7 +122,7 @@ class ControllerConfig:
     ] = 3
     """Newest checkpoints that are kept; -1: all."""
     keep_every: Annotated[int, Ge(0), Hint("use 0 to switch it off")] = 0
-    """Checkpoints after a multiple of this many steps of the reinforcement phase are kept too; 0: none."""
+    """The first checkpoint at or after each multiple of so many reinforcement steps is kept too; 0: none."""
     keep_best: str = ""
     """Name of an evaluation (`validation`, or one of `eval_sets`) whose best checkpoint is kept too; empty: none."""
     checkpoint_export: Literal["last", "all", "none"] = "last"

@@ -31,16 +31,18 @@ def complete(checkpoints: Path) -> list[Path]:
 def superfluous(names: list[str], *, keep_last: int, keep_every: int, accuracies: Mapping[str, float]) -> list[str]:
     """The checkpoints to delete among `names`, oldest first. The newest one stays always.
 
-    Kept are the newest `keep_last` (-1: all), the ones after a multiple of `keep_every` reinforcement steps (0: none),
-    and the one with the highest accuracy. `accuracies` are those of the evaluation that decides, by step of the
-    reinforcement phase; of equal accuracies the later step counts.
+    Kept are the newest `keep_last` (-1: all), the first one at or after each multiple of `keep_every` reinforcement
+    steps (0: none; a batch of several optimizer steps may end past the multiple), and the one with the highest
+    accuracy. `accuracies` are those of the evaluation that decides, by step of the reinforcement phase; of equal
+    accuracies the later step counts.
     """
     if keep_last < 0:
         return []
-    kept = set(names[-keep_last:])
+    kept, multiples = set(names[-keep_last:]), 0
     for name in names:
         phase, step = position(name)
-        if keep_every and phase == _REINFORCEMENT and step % keep_every == 0:
+        if keep_every and phase == _REINFORCEMENT and (step == 0 or step // keep_every > multiples):
+            multiples = step // keep_every
             kept.add(name)
     scored = [(accuracies[step], place) for place, step in enumerate(_steps(names)) if step in accuracies]
     if scored:
