@@ -95,7 +95,8 @@ def _check_group_of_one(config: RunConfig) -> None:
 
 
 def _check_filters(config: RunConfig) -> None:
-    """Refuses a filter that no group can pass, and a setting that no filter reads."""
+    """Refuses a filter that no group can pass, a share of groups without signal that every batch has, and a setting
+    that no filter reads."""
     algorithm, filters, where = config.algorithm, config.algorithm.filters, "algorithm.filters"
     if filters.max_resamples and not filters.drops:
         raise ValueError(
@@ -103,11 +104,17 @@ def _check_filters(config: RunConfig) -> None:
             f"out; set {where}.zero_variance or {where}.overlong='drop', or use 0"
         )
     compared = algorithm.trajectory_grouping_hook is None and algorithm.precomputed_advantages != "require"
-    if filters.zero_variance and algorithm.group_size == 1 and compared:
-        raise ValueError(
-            f"{where}.zero_variance=True: can never pass a group of algorithm.group_size=1, whose reward "
-            "is equal to itself; raise group_size or use False"
-        )
+    if algorithm.group_size == 1 and compared:
+        if filters.zero_variance:
+            raise ValueError(
+                f"{where}.zero_variance=True: can never pass a group of algorithm.group_size=1, whose reward "
+                "is equal to itself; raise group_size or use False"
+            )
+        if share := config.controller.stop.max_no_signal:
+            raise ValueError(
+                f"controller.stop.max_no_signal={share:g}: would end every run of algorithm.group_size=1, as the "
+                "reward of a group of one is equal to itself; raise group_size or use 0"
+            )
     if filters.overlong == "penalty" and any(map(_reads_parts_alone, estimators_of(algorithm).values())):
         raise ValueError(
             f"{where}.overlong='penalty': lowers the reward, and gdpo reads reward parts alone; use 'mask' or 'drop', "

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.kit.refusal import refusal
+from torchtitan_rl.algorithm import presets
 from torchtitan_rl.algorithm.group_estimators import gdpo
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.config.load import apply_overrides, load_config
@@ -72,6 +73,16 @@ def test_a_filter_that_nothing_can_pass_is_refused():
     )
     accepted(filters__zero_variance=True, group_size=2)
     accepted(filters__zero_variance=True, group_size=1, precomputed_advantages="require")
+
+
+def test_groups_of_one_cannot_end_a_run_for_want_of_signal():
+    run = load_config(QUICKSTART)
+    run.algorithm = presets.reinforce_pp(group_size=1)
+    run.controller.stop.max_no_signal = 0.9
+    assert refusal(validate, run) == (
+        "controller.stop.max_no_signal=0.9: would end every run of algorithm.group_size=1, as the reward of a group of "
+        "one is equal to itself; raise group_size or use 0"
+    )
 
 
 def test_a_penalty_on_a_reward_that_the_estimator_does_not_read_is_refused():
