@@ -210,7 +210,7 @@ class Gateway(AbstractAsyncContextManager):
             vocab_size=self.vocab_size,
             spans=self.spans,
             renderings=self.renderings,
-            limits=SessionLimits(max_turns=self.limits.max_choices),
+            limits=SessionLimits(max_turns=0),  # of its one request, which `_check_size` bounds
             places=self._places,
             model=model or served.name,
             tool_reader=self.tool_reader(served.tool_parser, policy.tokenizer),
@@ -503,6 +503,14 @@ def _check_size(query: Sampled, limits: ServerLimits) -> None:
         entries = getattr(query, name, None)
         if isinstance(entries, list) and len(entries) > most and not isinstance(entries[0], int):
             raise invalid(f"{name}: has {len(entries)} entries, and {most} may be; send fewer", name)
+    prompts = getattr(query, "prompt", None)
+    if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int):
+        if (num_completions := len(prompts) * (query.n or 1)) > limits.max_parallel:
+            raise invalid(
+                f"prompt: {len(prompts)} entries with n={query.n} are {num_completions} completions, and "
+                f"{limits.max_parallel} may be; send fewer",
+                "prompt",
+            )
 
 
 def _has_gone(request: Request) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from dataclasses import dataclass
 from typing import NoReturn
@@ -116,7 +117,7 @@ class Rate:
                 429,
                 f"rate limit: {self.per_s:g} requests per second are allowed; wait {wait_s:.2f} s",
                 code="rate_limit_exceeded",
-                headers={"Retry-After": str(max(1, round(wait_s)))},
+                headers={"Retry-After": str(math.ceil(wait_s))},
             )
         self._left -= 1.0
 

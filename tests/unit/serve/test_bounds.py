@@ -65,6 +65,7 @@ async def test_sessions_that_have_ended_are_forgotten_with_all_that_they_sent():
         ("chat/completions", {"messages": [user("a")] * 4097}, "messages: has 4097 entries, and 4096 may be"),
         ("chat/completions", {"messages": [user("a")], "tools": tools(0) * 2}, "tools: has 200 entries, and 128 may"),
         ("completions", {"prompt": ["a"] * 1025}, "prompt: has 1025 entries, and 1024 may be"),
+        ("completions", {"prompt": ["a"] * 200, "n": 8}, "prompt: 200 entries with n=8 are 1600 completions, and"),
         ("completions", {"prompt": "a", "stop_token_ids": [5] * 257}, "stop_token_ids: has more than 256"),
     ],
 )
@@ -84,6 +85,12 @@ async def test_a_compressed_body_is_refused(encoding):
             answer = await http.post(f"{opened.endpoint.base_url}/completions", content=zlib.compress(b" " * 10**6))
         assert answer.status_code == 415 and "bodies are not expanded" in answer.json()["error"]["message"]
         assert json.loads(answer.text)["error"]["code"] == "unsupported_encoding"
+
+
+async def test_a_client_without_a_session_may_send_as_many_prompts_as_may_be_awaited():
+    async with served(*["a"] * 200) as (_, sdk, _):
+        answer = await sdk.completions.create(model="policy", prompt=[[1, 2]] * 200)
+        assert len(answer.choices) == 200
 
 
 async def test_clients_without_a_session_share_tokens_too():

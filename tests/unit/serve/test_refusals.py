@@ -167,6 +167,11 @@ def test_a_rate_lets_a_burst_through_and_then_so_many_a_second():
     with pytest.raises(Exception, match="2 requests per second are allowed; wait 0.50 s") as refused:
         rate.take()
     assert refused.value.status == 429 and refused.value.headers == {"Retry-After": "1"}
+    slow = Rate(0.7, clock=clock)
+    slow.take()
+    with pytest.raises(Exception, match="wait 1.43 s") as refused:
+        slow.take()
+    assert refused.value.headers == {"Retry-After": "2"}  # after 1 s it would be refused again
     clock.now = 0.5
     rate.take()
 
