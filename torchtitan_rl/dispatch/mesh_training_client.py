@@ -164,7 +164,8 @@ class MeshTrainingClient(TrainingClient):
     async def checkpoint_written(self) -> dict[str, list]:
         end = time.monotonic() + self._mesh.timeout_s
         pause_s = _POLL_S
-        while None in (written := await self._on_each(TrainerOperations.checkpoint_written)):
+        # On shared devices it waits for no turn, which would put the generators to sleep for a look at a file.
+        while None in (written := await self._mesh.call_each(TrainerOperations.checkpoint_written)):
             if time.monotonic() > end:
                 raise RuntimeError(
                     f"{self._mesh.role}.checkpoint_written: not on disk after {self._mesh.timeout_s:g} s; use a faster "
@@ -175,7 +176,7 @@ class MeshTrainingClient(TrainingClient):
         return {name: entry for of_rank in written for name, entry in of_rank.items()}
 
     async def remove_checkpoint(self, path: Path) -> None:
-        await self._call(TrainerOperations.remove_checkpoint, str(path))
+        await self._mesh.call_all(TrainerOperations.remove_checkpoint, str(path))
 
     async def load_checkpoint(self, path: Path, *, policy_version: int = 0, optimizer: bool = True) -> None:
         await self._call(

@@ -7,6 +7,7 @@ import pytest
 
 from tests.kit.mesh import Mesh
 from torchtitan_rl.actors.operations import GeneratorOperations, TrainerOperations
+from torchtitan_rl.dispatch.mesh_training_client import MeshTrainingClient
 from torchtitan_rl.dispatch.placement import Placement
 from torchtitan_rl.dispatch.role_mesh import ProcessDied
 
@@ -220,3 +221,19 @@ async def test_a_call_cancelled_while_others_make_room_leaves_the_books_right():
     async with asyncio.timeout(5):
         async with built.turn("reference", TrainerOperations.forward):
             assert built._active == ["reference"] and not built._queue
+
+
+async def test_a_look_for_a_checkpoint_and_its_deletion_move_nothing_and_wait_for_no_turn(tmp_path):
+    log = []
+    shared = placement("all", log)
+    mesh = shared._meshes["policy"][0]
+    mesh.answers, mesh.timeout_s = {"checkpoint_written": [{}]}, 5.0
+    client = MeshTrainingClient(
+        mesh, max_tokens_per_microbatch=8, max_datum_tokens=8, temperature=1.0, vocab_size=8, placement=shared
+    )
+    async with shared.turn("generator", GeneratorOperations.sample):
+        log.clear()
+        async with asyncio.timeout(5):
+            await client.checkpoint_written()
+            await client.remove_checkpoint(tmp_path)
+    assert [name for _, name, *_ in log] == ["checkpoint_written", "remove_checkpoint"]
