@@ -69,11 +69,14 @@ def describe(error: BaseException) -> str:
 
 
 def _has_ended(pid: int) -> bool:
-    """Whether a process of this machine is gone, or is a zombie that its parent has not collected."""
+    """Whether a process of this machine is gone, or is a zombie that its parent has not collected. False where that
+    cannot be read, as where this process may open no further file."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return True
+    except OSError:
+        return False
 
 
 def _reason(error: BaseException) -> str:

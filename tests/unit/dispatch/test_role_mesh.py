@@ -1,13 +1,17 @@
 """A call to a process of this machine that ends is not left to the silence that Monarch would wait for."""
 
 import asyncio
+import errno
+import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from torchtitan_rl.actors.operations import GeneratorOperations
+from torchtitan_rl.dispatch import role_mesh
 from torchtitan_rl.dispatch.role_mesh import ProcessDied, RoleMesh
 
 
@@ -48,3 +52,15 @@ async def test_the_end_of_a_process_ends_its_calls(collected):
         for process in processes:
             process.kill()
             process.wait()
+
+
+@pytest.mark.parametrize("code, has_ended", [(errno.EMFILE, False), (errno.ENOENT, True), (errno.ESRCH, True)])
+def test_a_process_that_cannot_be_looked_at_has_not_ended(monkeypatch, code, has_ended):
+    """Out of descriptors a controller took each of its workers for dead."""
+
+    def fails(path, *args, **kwargs):
+        raise OSError(code, os.strerror(code))
+
+    assert not role_mesh._has_ended(os.getpid())
+    monkeypatch.setattr(Path, "read_text", fails)
+    assert role_mesh._has_ended(os.getpid()) is has_ended
