@@ -276,11 +276,12 @@ async def _called(agent: Callable, task: Task, endpoint: Endpoint) -> Any:
 async def _judged(judge: Callable, task: Task, sandbox: Any, timeout_s: float) -> Any:
     """What the judge says of a sandbox. Raises AgentFailed where it raises or is late."""
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(timeout_s) as scope:
             return await judge(task, sandbox)
-    except TimeoutError:
-        raise AgentFailed(f"judge: was not done with task {task.id!r} within {timeout_s:g} s", breach=True) from None
     except Exception as error:
+        if scope.expired() and isinstance(error, TimeoutError):
+            message = f"judge: was not done with task {task.id!r} within {timeout_s:g} s"
+            raise AgentFailed(message, breach=True) from None
         message = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":")
         raise AgentFailed(f"judge: raised {message[:500]} for task {task.id!r}; mend it", breach=True) from error
 

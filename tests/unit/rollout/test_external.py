@@ -15,6 +15,7 @@ from openai import BadRequestError
 
 from tests.kit.sampler import FunctionSampler, policy
 from tests.unit.serve.opened import BYTES, END, client, user
+from torchtitan_rl.rollout import external as external_module
 from torchtitan_rl.rollout.external import AgentFailed, CommandLimits, SessionLimits, external
 from torchtitan_rl.rollout.policy import SamplingFailed
 from torchtitan_rl.serve.gateway import Gateway
@@ -84,6 +85,19 @@ reward = float(answer["choices"][0]["message"]["content"] == task["answer"])
 
 def command(tail):
     return [sys.executable, "-c", COMMAND + tail]
+
+
+async def test_a_judges_own_timeout_is_not_the_attempts():
+    async def impatient(task, sandbox):
+        await asyncio.wait_for(asyncio.sleep(60), 0.01)
+
+    async def late(task, sandbox):
+        await asyncio.sleep(60)
+
+    with pytest.raises(AgentFailed, match="judge: raised TimeoutError for task 't/1'; mend it"):
+        await external_module._judged(impatient, TASK, None, 30.0)
+    with pytest.raises(AgentFailed, match="judge: was not done with task 't/1' within 0.05 s"):
+        await external_module._judged(late, TASK, None, 0.05)
 
 
 async def test_parts_are_bounded_for_each_reward_and_for_a_run():
