@@ -16,7 +16,7 @@ from torchtitan_rl.dispatch.placement import Placement
 from torchtitan_rl.dispatch.recorded_routes import RecordedRoutes
 from torchtitan_rl.dispatch.repair import PlaceGone, Repair, TooManyRestarts, catch_up, end
 from torchtitan_rl.dispatch.replica import Replica, ReplicaLost, VersionRefused
-from torchtitan_rl.dispatch.role_mesh import RoleMesh
+from torchtitan_rl.dispatch.role_mesh import RoleMesh, describe
 from torchtitan_rl.dispatch.router import Router
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.dispatch.versions import ServedVersions
@@ -93,6 +93,7 @@ class MeshSamplingClient(SamplingClient):
         self._waiting: list[tuple[_Batch, int | None]] = []
         """Requests that wait for a replica to come, with the version they are pinned to."""
         self._tasks: set[asyncio.Task] = set()
+        self._closed = False
 
     def _new_replica(self, index: int, mesh: RoleMesh) -> Replica:
         on_load = partial(self._router.loaded, index)
@@ -185,6 +186,8 @@ class MeshSamplingClient(SamplingClient):
     # Requests.
 
     async def _submit(self, request: Request, version: int | None):
+        if self._closed:
+            raise RuntimeError(_CLOSED)
         if self.policy_version is None:
             raise RuntimeError("policy_version=None: the generators hold no weights yet; publish and pull first")
         if version == WITHOUT_ADAPTERS and not self._num_adapter_slots:
@@ -208,6 +211,8 @@ class MeshSamplingClient(SamplingClient):
     def _dispatch(self, batch: _Batch, version: int | None) -> None:
         """Sends each request to the replica that the router chooses. Where all are lost, keeps the requests while a
         replica is expected, and fails them otherwise."""
+        if self._closed:
+            return _fail(batch, RuntimeError(_CLOSED))
         if self._expects_replica():
             self._waiting.append((batch, version))
             return
@@ -277,6 +282,7 @@ class MeshSamplingClient(SamplingClient):
         return nullcontext() if self._placement is None else self._placement.turn("generator", operation)
 
     def close(self) -> None:
+        self._closed = True
         for task in self._tasks:
             task.cancel()
         for replica in self._replicas:
@@ -419,7 +425,7 @@ class MeshSamplingClient(SamplingClient):
 
     def _lose(self, replica: Replica, error: ReplicaLost) -> None:
         """Takes a replica out of use, keeps the first reason, and replaces the replica or ends its processes."""
-        if replica.lost is not None:
+        if replica.lost is not None or self._closed:  # once closed, meshes are being stopped
             return
         replica.lost = str(error)
         index = self._replicas.index(replica)
@@ -440,7 +446,10 @@ class MeshSamplingClient(SamplingClient):
         run has left with it."""
         lost = self._replicas[index]
         try:
-            await lost.release()
+            try:
+                await lost.release()
+            except Exception:
+                logger.warning("%s: what it held was not released", lost.mesh.role, exc_info=True)
             self._replicas[index] = await repair.replacement(lost, partial(self._new_replica, index))
         except TooManyRestarts as error:
             self._no_repair = str(error)
@@ -448,6 +457,9 @@ class MeshSamplingClient(SamplingClient):
             self._left.add(index)
             role = lost.mesh.role
             logger.warning("%s has left: %s", role, error, extra={"event": "replica_left", "who": role})
+        except Exception as error:
+            self._no_repair = f"{lost.mesh.role} was not replaced: {describe(error)}"
+            logger.exception("%s: is not replaced", lost.mesh.role)
         finally:
             self._repairing.discard(index)
             self._note_serving()

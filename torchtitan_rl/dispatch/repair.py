@@ -95,6 +95,9 @@ class Repair:
             except RuntimeError as error:
                 lose(replica, ReplicaLost(str(error)))
                 continue
+            except Exception:
+                logger.exception("%s: could not be asked for a sign of life; it is asked again", replica.mesh.role)
+                continue
             if self._on_answered is not None and replica.has_answered:
                 prepare, self._on_answered = self._on_answered, None
                 prepare()

@@ -6,9 +6,12 @@ import pytest
 
 from tests.kit.replicas import Mesh, Weights, client_of, died, sample_all, settle
 from torchtitan_rl.dispatch.mesh_sampling_client import MeshSamplingClient
+from torchtitan_rl.dispatch.repair import Repair
 from torchtitan_rl.dispatch.replica import ReplicaLost
 from torchtitan_rl.dispatch.versions import OneVersion
 from torchtitan_rl.types import WITHOUT_ADAPTERS, Completion, SamplingParams
+
+LIMITS = {"max_restarts": 4, "window_s": 100.0, "probe_every_s": 60.0, "hang_timeout_s": 60.0}
 
 
 async def test_requests_of_a_lost_replica_are_sent_to_the_others_once_and_its_versions_are_released(caplog):
@@ -406,6 +409,41 @@ async def test_closing_answers_whoever_still_waits():
     with pytest.raises(RuntimeError, match="the client was closed before the generators answered"):
         await asyncio.wait_for(waiting, 5)
     assert client.health() == {"generator-0": "healthy"} and not client._tasks
+
+
+async def test_a_client_that_is_closed_takes_no_request_sends_none_and_replaces_nothing(caplog):
+    starts = []
+
+    async def start(role):
+        starts.append(role)
+        await asyncio.sleep(60)
+
+    (mesh,), versions, client = client_of(1, Repair(start, **LIMITS))
+    await client.pull(await versions.publish())
+    pending = asyncio.ensure_future(client.sample([1], SamplingParams(max_tokens=4)))
+    await asyncio.sleep(0)  # it is noted, and not sent yet
+    client.close()
+    for late in (pending, client.sample([2], SamplingParams(max_tokens=4))):
+        with pytest.raises(RuntimeError, match="the client was closed before the generators answered"):
+            await asyncio.wait_for(late, 5)
+    client._lose(client._replicas[0], ReplicaLost("its process died"))
+    await settle()
+    assert not mesh.sampled and not starts and not client._tasks and not caplog.records
+
+
+async def test_a_replacement_that_fails_in_an_unforeseen_way_is_a_reason_to_end_and_is_logged(caplog):
+    async def start(role):
+        raise KeyError("no such host")
+
+    meshes, versions, client = client_of(2, Repair(start, **LIMITS))
+    await client.pull(await versions.publish())
+    meshes[0].broken["sample"] = died("generator-0", "sample")
+    await sample_all(client, [[1], [2]])
+    await settle()
+    (answer,) = await sample_all(client, [[3]])
+    assert isinstance(answer, RuntimeError) and "generator-0 was not replaced: KeyError: 'no such host'" in str(answer)
+    assert "generator-0: is not replaced" in caplog.text and "Traceback" in caplog.text
+    client.close()
 
 
 async def test_a_completion_says_what_altered_its_distribution():

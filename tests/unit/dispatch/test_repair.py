@@ -1,5 +1,7 @@
 """How often a replica may be replaced, and what a replacement must hold."""
 
+import asyncio
+
 import pytest
 
 from tests.kit.clock import Clock
@@ -85,3 +87,21 @@ async def test_a_replacement_that_never_works_ends_in_too_many():
     made = repair([Replica(versions, ReplicaLost("dead again")), Replica(versions, ReplicaLost("dead again"))])
     with pytest.raises(TooManyRestarts, match=r"\(dead again\)"):
         await made.replacement(Replica(versions), lambda mesh: mesh)
+
+
+async def test_a_probe_that_fails_in_an_unforeseen_way_is_made_again(caplog):
+    class Broken(Mesh):
+        asked = 0
+
+        async def call_leader(self, operation, *args, timeout_s=None):
+            self.asked += 1
+            if self.asked == 1:
+                raise KeyError("mesh")
+            raise RuntimeError("no sign of life")
+
+    replica, lost = Replica(Versions(3)), asyncio.Event()
+    replica.lost, replica.mesh = None, Broken("generator-0")
+    probing = asyncio.ensure_future(repair([]).probe(lambda: replica, lambda *_: lost.set()))
+    await asyncio.wait_for(lost.wait(), 5)
+    probing.cancel()
+    assert "could not be asked for a sign of life" in caplog.text
