@@ -83,6 +83,20 @@ def test_a_signal_that_ends_the_command_is_the_status(tmp_path):
     assert process.wait(20) == 128 + signal.SIGTERM
 
 
+def test_a_signal_is_known_also_where_the_command_ends_well(tmp_path):
+    config = tmp_path / "config.py"
+    body = (
+        "signal.signal(signal.SIGTERM, lambda *_: os._exit(0)); os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)"
+    )
+    config.write_text(CONFIG.format(begun=str(tmp_path / "begun"), body=body))
+    program = (
+        "from torchtitan_rl.launch.liveness.restarts import supervised; "
+        f"print(supervised('train', [{str(config)!r}], 3, {str(tmp_path)!r}))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.returncode) == ("Outcome(status=0, asked_by=15)\n", 0)
+
+
 @pytest.fixture
 def full(tmp_path):
     """A file system of 2 MiB, all of it used."""

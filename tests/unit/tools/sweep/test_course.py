@@ -1,11 +1,13 @@
 """The course of a sweep, with runs that nobody trained: what is trained once, what is stopped, what is gone on with."""
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
 
 from tests.kit.run_config import run_config
+from torchtitan_rl.launch.liveness.restarts import Outcome
 from torchtitan_rl.record import attempts
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.tools.sweep import course
@@ -26,16 +28,17 @@ BASE_NOISE = [0.1, -0.1, 0.05, 0.0, -0.05]
 class Trainings:
     """Writes the directories of runs in place of training, and counts them."""
 
-    def __init__(self, plan: Plan, **statuses: int) -> None:
-        """`statuses`: name of a training -> the status with which it fails."""
-        self.plan, self.names, self.statuses = plan, [], statuses
+    def __init__(self, plan: Plan, asked: dict[str, int], **statuses: int) -> None:
+        """`asked`: name of a training -> the signal that comes meanwhile; `statuses`: the status with which it
+        fails."""
+        self.plan, self.names, self.asked, self.statuses = plan, [], asked, statuses
 
-    def parent(self, seed: int, whole: bool) -> int:
+    def parent(self, seed: int, whole: bool) -> Outcome:
         if not (self.plan.parent(seed) / "config.json").exists():
             self.begin(self.plan.parent(seed))
         return self.end(BASE, seed, f"parent_{seed}" + ("" if whole else "_short"), whole)
 
-    def fork(self, arm: Arm, seed: int) -> int:
+    def fork(self, arm: Arm, seed: int) -> Outcome:
         assert checkpoint.is_complete(self.plan.parent(seed) / "checkpoints" / "step-0")
         if not (self.plan.run(arm, seed) / "config.json").exists():
             self.begin(self.plan.run(arm, seed))
@@ -47,8 +50,11 @@ class Trainings:
         attempts.begin(run_dir, None)
         begin_record(run_dir)
 
-    def end(self, arm: Arm, seed: int, name: str, whole: bool) -> int:
+    def end(self, arm: Arm, seed: int, name: str, whole: bool) -> Outcome:
         self.names.append(name)
+        return Outcome(status=self.status(arm, seed, name, whole), asked_by=self.asked.get(name, 0))
+
+    def status(self, arm: Arm, seed: int, name: str, whole: bool) -> int:
         if status := self.statuses.get(name, 0):
             log_file(self.plan.run(arm, seed)).write_text("warning: hot\nerror: a loss is not finite\n")
             return status
@@ -84,9 +90,11 @@ def plan(tmp_path):
     return make
 
 
-def carried_out(plan: Plan, *seeds: int, **statuses: int) -> tuple[list, list[str]]:
+def carried_out(
+    plan: Plan, *seeds: int, asked: dict[str, int] | None = None, **statuses: int
+) -> tuple[list, list[str]]:
     """`seeds`: those of one process of several; none: all."""
-    trainings = Trainings(plan, **statuses)
+    trainings = Trainings(plan, asked or {}, **statuses)
     return carry_out(plan, seeds or plan.seeds, trainings.parent, trainings.fork), trainings.names
 
 
@@ -133,7 +141,7 @@ def test_a_run_that_ends_while_the_table_is_written_is_in_it(plan, monkeypatch):
         write_table(directory, table, num_seeds)
         written.append(table)
         if len(written) == 1:  # another process ends its seed here, and has written its table before this one
-            trainings = Trainings(plan(seeds=[0, 1]))
+            trainings = Trainings(plan(seeds=[0, 1]), {})
             trainings.parent(1, True)
             for arm in (GOOD, BAD):
                 trainings.fork(arm, 1)
@@ -190,3 +198,23 @@ def test_a_sweep_ends_with_the_run_that_was_asked_to_end_and_goes_on_from_there(
     assert end.value.args == (130,)
     table, names = carried_out(plan(seeds=[0, 1]))
     assert names == ["lr=1_0", "parent_1", "lr=2_1", "lr=1_1"] and {row.state for row in table} == {"done"}
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "expected"),
+    [
+        (signal.SIGTERM, 0, 75),  # after the last step of the run
+        (signal.SIGINT, 0, 130),
+        (signal.SIGTERM, 1, 75),
+        (signal.SIGTERM, 143, 143),  # during the start of the run
+        (signal.SIGHUP, 129, 129),
+        (signal.SIGQUIT, 131, 131),
+    ],
+)
+@pytest.mark.parametrize("name", ["parent_0", "lr=2_0"])
+def test_a_signal_ends_the_sweep_after_its_run_and_is_no_failure_of_an_arm(plan, name, number, status, expected):
+    with pytest.raises(Interrupted) as end:
+        carried_out(plan(seeds=[0]), asked={name: number}, **({name: status} if status else {}))
+    assert end.value.args == (expected,) and list(plan().directory.rglob("*.failed")) == []
+    table, names = carried_out(plan(seeds=[0]))
+    assert (name in names) == (status != 0) and {row.state for row in table} == {"done"}
