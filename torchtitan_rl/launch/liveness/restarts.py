@@ -40,6 +40,8 @@ class Outcome:
     asked_by: int = 0
     """Number of the first signal that asked the supervisor to end, also where the command came to its end all the same;
     0: none has come."""
+    printed_from: int = 0
+    """Where in the file of the output the last attempt began, in bytes; 0 without such a file."""
 
 
 class _Supervisor:
@@ -51,10 +53,13 @@ class _Supervisor:
         """The file that has what the process prints; None: this process's own."""
         self.asked_by = 0
         """Number of the first signal; 0: none has come."""
+        self.printed_from = 0
+        """The size of `output` before the process began."""
 
     def start(self, command: list[str], restarts: int, outcome: int) -> None:
         """Starts the command in a session of its own, which a terminal's Ctrl-C reaches through `pass_on` alone."""
         environment = os.environ | {_RESTARTS: f"{restarts} {os.getpid()}"}
+        self.printed_from = 0 if self.output is None else os.fstat(self.output.fileno()).st_size
         self.process = subprocess.Popen(
             command,
             env=environment,
@@ -98,7 +103,7 @@ def supervised(
     supervisor = _Supervisor(output)
     with tempfile.TemporaryDirectory(prefix="torchtitan-rl-") as signs, supervisor.signals():
         status = _last_status(supervisor, verb, arguments, max_restarts, directory, Path(signs))
-    return Outcome(status=status, asked_by=supervisor.asked_by)
+    return Outcome(status=status, asked_by=supervisor.asked_by, printed_from=supervisor.printed_from)
 
 
 def _last_status(

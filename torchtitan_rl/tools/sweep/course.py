@@ -106,11 +106,13 @@ def _write_table(plan: Plan, known: dict[Path, Result]) -> list[Row]:
 
 
 def _problem(outcome: Outcome, directory: Path) -> str:
-    """Why a run has not come to its end, from what it printed last. Raises Interrupted where it was asked to end."""
+    """Why a run has not come to its end, from what its last attempt printed. Raises Interrupted where it was asked to
+    end."""
     if outcome.status in _REQUESTED:
         raise Interrupted(outcome.status)
     log = log_file(directory)
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+    printed = log.read_bytes()[outcome.printed_from :] if log.exists() else b""
+    lines = printed.decode("utf-8", "replace").splitlines()
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return f"{errors[-1]} ({log})" if errors else f"it ended with status {outcome.status}; see {log}"
 

@@ -22,6 +22,8 @@ BASE, GOOD, BAD = (Arm(settings=(f"lr={value}",), is_base=value == "3") for valu
 ACCURACIES = {BASE: 0.5, GOOD: 0.6, BAD: 0.1}
 NOISE = [0.0, 0.02, -0.01, 0.03, 0.01]
 """By seed, shared by all arms."""
+KILLED = 137
+"""The status of a run that had no time to say why it ends."""
 BASE_NOISE = [0.1, -0.1, 0.05, 0.0, -0.05]
 
 
@@ -52,11 +54,15 @@ class Trainings:
 
     def end(self, arm: Arm, seed: int, name: str, whole: bool) -> Outcome:
         self.names.append(name)
-        return Outcome(status=self.status(arm, seed, name, whole), asked_by=self.asked.get(name, 0))
+        log = log_file(self.plan.run(arm, seed))
+        printed_from = log.stat().st_size if log.exists() else 0
+        status = self.status(arm, seed, name, whole)
+        return Outcome(status=status, asked_by=self.asked.get(name, 0), printed_from=printed_from)
 
     def status(self, arm: Arm, seed: int, name: str, whole: bool) -> int:
         if status := self.statuses.get(name, 0):
-            log_file(self.plan.run(arm, seed)).write_text("warning: hot\nerror: a loss is not finite\n")
+            with log_file(self.plan.run(arm, seed)).open("a") as log:
+                log.write("warning: hot\n" if status == KILLED else "warning: hot\nerror: a loss is not finite\n")
             return status
         run_dir = RunDir(self.plan.run(arm, seed))
         if arm.is_base:
@@ -178,6 +184,13 @@ def test_an_arm_that_fails_is_reported_and_the_others_go_on(plan):
     assert (table[0].state, table[2].state) == ("done", "done")
     table, names = carried_out(plan(seeds=[0, 1]))  # started again, it is tried again
     assert names == ["lr=2_0", "lr=2_1"] and [row.state for row in table] == ["done"] * 3
+
+
+def test_the_reason_of_a_failure_is_that_of_the_last_attempt(plan):
+    carried_out(plan(seeds=[0]), **{"lr=2_0": 1})
+    table, _ = carried_out(plan(seeds=[0]), **{"lr=2_0": KILLED})
+    log = log_file(plan().run(GOOD, 0))
+    assert table[1].state == f"failed at seed 0: it ended with status {KILLED}; see {log}"
 
 
 def test_a_parent_that_fails_before_the_fork_point_costs_its_seed(plan):
