@@ -12,7 +12,7 @@ from torchtitan_rl.record.console.notices import say
 from torchtitan_rl.tools.sweep.arm_table import Row, write_table
 from torchtitan_rl.tools.sweep.arms import Arm
 from torchtitan_rl.tools.sweep.results import Result, forget_failure, note_failure, result_of
-from torchtitan_rl.tools.sweep.standing import fork_point_is_there, read_standing, table_of
+from torchtitan_rl.tools.sweep.standing import fork_point_is_there, nothing_to_fork, read_standing, table_of
 from torchtitan_rl.tools.sweep.sweep_plan import Plan
 from torchtitan_rl.types.ends import PREEMPTED_STATUS
 
@@ -58,17 +58,20 @@ def carry_out(plan: Plan, seeds: Sequence[int], train_parent: TrainParent, train
 
 
 def _train_parent(plan: Plan, seed: int, whole: bool, train_parent: TrainParent) -> None:
-    """Trains the parent of a seed, unless it has come as far already, and notes why it did not come so far."""
+    """Trains the parent of a seed, unless it has come as far already, and notes why it did not come so far. One that
+    has gone past the fork point without its checkpoint has come as far as it can: `standing` says so in the table."""
 
-    def is_there() -> bool:
-        return (not whole and fork_point_is_there(plan, seed)) or result_of(plan.parent(seed), plan.config) is not None
+    def is_over() -> bool:
+        if result_of(plan.parent(seed), plan.config) is not None:
+            return True
+        return not whole and (fork_point_is_there(plan, seed) or nothing_to_fork(plan, seed) != "")
 
-    if is_there():
+    if is_over():
         return
     say(f"seed {seed}: {plan.base.name if whole else 'the parent of the forks'}", event="sweep")
     outcome = train_parent(seed, whole)
     _end_where_asked(outcome)
-    if not is_there():
+    if not is_over():
         note_failure(plan.parent(seed), _problem(outcome, plan.parent(seed)))
 
 

@@ -1,6 +1,7 @@
 """The course of a sweep, with runs that nobody trained: what is trained once, what is stopped, what is gone on with."""
 
 import json
+import shutil
 import signal
 from pathlib import Path
 
@@ -34,6 +35,8 @@ class Trainings:
         """`asked`: name of a training -> the signal that comes meanwhile; `statuses`: the status with which it
         fails."""
         self.plan, self.names, self.asked, self.statuses = plan, [], asked, statuses
+        self.saved_at = 0
+        """The step of the parents' checkpoint."""
 
     def parent(self, seed: int, whole: bool) -> Outcome:
         if not (self.plan.parent(seed) / "config.json").exists():
@@ -66,7 +69,7 @@ class Trainings:
             return status
         run_dir = RunDir(self.plan.run(arm, seed))
         if arm.is_base:
-            saved = run_dir.checkpoint_path(0)
+            saved = run_dir.checkpoint_path(self.saved_at)
             if not saved.exists():
                 checkpoint.begin(checkpoint.beside(saved))
                 checkpoint.commit(checkpoint.beside(saved), saved, {"step": 0}, {})
@@ -198,6 +201,21 @@ def test_a_parent_that_fails_before_the_fork_point_costs_its_seed(plan):
     assert names == ["parent_0_short", "parent_1_short", "lr=2_1", "lr=1_1"]
     log = log_file(plan().parent(0))
     assert table[0].state == f"seeds missing; no parent for seed 0: a loss is not finite ({log})"
+
+
+@pytest.mark.parametrize("arms", [(GOOD, BAD), (BASE, GOOD)])
+def test_a_parent_that_went_past_the_fork_point_costs_its_seed_and_is_not_trained_again(plan, arms):
+    one_seed, trainings = plan(arms=arms, seeds=[0]), Trainings(plan(), {})
+    trainings.saved_at = 2  # as where the batch that reached the fork point had more steps
+    table = carry_out(one_seed, one_seed.seeds, trainings.parent, trainings.fork)
+    assert trainings.names == ["parent_0" if BASE in arms else "parent_0_short"]
+    reason = "has no checkpoint after step 0 and will write none, it has those after 2; begin a sweep in another"
+    assert table[1].state.startswith(f"seeds missing; no parent for seed 0: {one_seed.parent(0)} {reason}")
+    assert table[0].state == ("done" if BASE in arms else table[1].state)
+    assert carried_out(one_seed) == (table, [])
+    shutil.rmtree(one_seed.parent(0))
+    table, _ = carried_out(one_seed)
+    assert {row.state for row in table} == {"done"}
 
 
 def test_nothing_more_is_trained_once_every_arm_has_failed(plan):
