@@ -57,17 +57,20 @@ class Trainings:
 
     def end(self, arm: Arm, seed: int, name: str, whole: bool) -> Outcome:
         self.names.append(name)
+        assert attempts.reason_of_end(RunDir(self.plan.run(arm, seed))) == ""  # else `--resume auto` refuses the run
         log = log_file(self.plan.run(arm, seed))
         printed_from = log.stat().st_size if log.exists() else 0
         status = self.status(arm, seed, name, whole)
         return Outcome(status=status, asked_by=self.asked.get(name, 0), printed_from=printed_from)
 
     def status(self, arm: Arm, seed: int, name: str, whole: bool) -> int:
+        run_dir = RunDir(self.plan.run(arm, seed))
         if status := self.statuses.get(name, 0):
             with log_file(self.plan.run(arm, seed)).open("a") as log:
                 log.write("warning: hot\n" if status == KILLED else "warning: hot\nerror: a loss is not finite\n")
+            if status == 1:
+                attempts.end_for_good(run_dir, "a loss is not finite")
             return status
-        run_dir = RunDir(self.plan.run(arm, seed))
         if arm.is_base:
             saved = run_dir.checkpoint_path(self.saved_at)
             if not saved.exists():
