@@ -109,8 +109,10 @@ def _config(recorded: RecordedAttempt, output_dir: str) -> RunConfig:
     config.record.diagnose, config.record.schedule = False, True
     if config.algorithm.max_policy_lag and recorded.environment.get("shares_cores"):
         config = side_by_side(config)
-    # Replica i follows engine i, also one that was lost or that took a lost one's place; none is lost again.
-    generator = dataclasses.replace(config.generator, num_replicas=recorded.num_engines, num_spares=0)
+    # Replica i follows engine i, also one that was lost or that took a lost one's place; none is lost again or joins.
+    generator = dataclasses.replace(
+        config.generator, num_replicas=recorded.num_engines, max_replicas=None, num_spares=0
+    )
     config = dataclasses.replace(config, generator=generator)
     validate(config)
     if recorded.served is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -17,7 +17,9 @@ from torchtitan_rl.launch.slurm import add_job_options
 from torchtitan_rl.record.console.notices import say
 
 if TYPE_CHECKING:
+    from torchtitan_rl.launch.liveness.restarts import Outcome
     from torchtitan_rl.tools.sweep.arms import Arm
+    from torchtitan_rl.tools.sweep.course import TrainFork, TrainParent
     from torchtitan_rl.tools.sweep.sweep_plan import Plan
 
 __all__ = ["add_arguments", "run"]
@@ -86,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 @contextmanager
 def _sigterm_between_runs() -> Iterator[None]:
     """SIGTERM ends the sweep as one ends that a run has had: it can go on. While a run trains, its supervisor has the
-    signal."""
+    signal, and the sweep ends after it."""
     from torchtitan_rl.tools.sweep.course import Interrupted
     from torchtitan_rl.types.ends import PREEMPTED_STATUS
 
@@ -204,25 +206,23 @@ def _summary(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _commands(
-    args: argparse.Namespace, plan: Plan, cadence: tuple[int, int]
-) -> tuple[Callable[[int, bool], int], Callable[[Arm, int], int]]:
+def _commands(args: argparse.Namespace, plan: Plan, cadence: tuple[int, int]) -> tuple[TrainParent, TrainFork]:
     """What trains a parent, and what trains a fork: `carry_out` has their arguments."""
-    from torchtitan_rl.launch.liveness.restarts import run_with_restarts
+    from torchtitan_rl.launch.liveness.restarts import supervised
     from torchtitan_rl.tools.sweep.course import log_file
 
     common = ["--quiet", "--resume", "auto", "--backend", args.backend]
     common += ["--hosts", ",".join(args.hosts)] if args.hosts else []
     common += ["--no-reward-check"] if args.no_reward_check else []
 
-    def start(verb: str, arguments: list[str], directory: Path) -> int:
+    def start(verb: str, arguments: list[str], directory: Path) -> Outcome:
         log = log_file(directory)
         log.parent.mkdir(exist_ok=True)
         with log.open("a", encoding="utf-8") as output:
             arguments = [*arguments, *common, "--output-dir", str(directory)]
-            return run_with_restarts(verb, arguments, args.max_restarts, directory, output)
+            return supervised(verb, arguments, args.max_restarts, directory, output)
 
-    def train_parent(seed: int, whole: bool) -> int:
+    def train_parent(seed: int, whole: bool) -> Outcome:
         every, keep_every = cadence
         arguments = [args.config, *args.overrides, "--seed", str(seed)]
         arguments += ["--controller.checkpoint-every", str(every)]
@@ -231,7 +231,7 @@ def _commands(
         arguments += [] if whole else ["--until", str(plan.at)]
         return start("train", arguments, plan.parent(seed))
 
-    def train_fork(arm: Arm, seed: int) -> int:
+    def train_fork(arm: Arm, seed: int) -> Outcome:
         arguments = [str(plan.parent(seed)), "--at", str(plan.at), "--config", args.config]
         arguments += ["--name", f"{plan.config.name} {arm.name}"]
         arguments += [word for setting in arm.settings for word in ("--set", setting)]

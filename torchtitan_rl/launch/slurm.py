@@ -22,11 +22,15 @@ __all__ = ["SlurmJob", "add_job_options", "array_script", "script", "join_script
 
 _TOOLS = ("sbatch", "srun", "scontrol", "scancel")
 
+_JOB_ID = "$SLURM_JOB_ID"
+_TASK_ID = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
+"""An array's own number is also SLURM_JOB_ID of one of its tasks, and would name all of them."""
+
 _SIGNALS = """\
 # Slurm sends USR1 to this shell before the time limit. It sends TERM to this shell and to the run when it ends the job
 # for a preemption, a requeue or scancel: then the shell only waits, and Slurm decides what follows.
 late=0 slurm_ends_it=0
-trap 'late=1; scancel --signal=TERM "$SLURM_JOB_ID.0"' USR1
+trap 'late=1; scancel --signal=TERM "{job_id}.0"' USR1
 trap 'slurm_ends_it=1' TERM
 """
 
@@ -56,7 +60,7 @@ _REQUEUE = """\
 # where it came because of the time limit, the job would come no further the next time.
 can_go_on=$((status == {preempted} || status == 143 && !late))
 may_try_again=$((status != 0 && ${{SLURM_RESTART_COUNT:-0}} < {max_restarts}))
-if (((can_go_on || may_try_again) && !slurm_ends_it)); then scontrol requeue "$SLURM_JOB_ID"; fi
+if (((can_go_on || may_try_again) && !slurm_ends_it)); then scontrol requeue "{job_id}"; fi
 """
 
 
@@ -116,8 +120,11 @@ def array_script(job: SlurmJob, arguments: list[str], seeds: list[int]) -> str:
 
 def _text(job: SlurmJob, start: str) -> str:
     """The whole batch script around the lines that start the run in the background."""
-    again = _REQUEUE.format(preempted=PREEMPTED_STATUS, max_restarts=job.max_restarts) if job.requeue else ""
-    return "\n".join([*_head(job), f"{_SIGNALS}{start}{_WAIT}{again}exit $status", ""])
+    job_id = _TASK_ID if job.num_tasks else _JOB_ID
+    signals, again = _SIGNALS.format(job_id=job_id), ""
+    if job.requeue:
+        again = _REQUEUE.format(preempted=PREEMPTED_STATUS, max_restarts=job.max_restarts, job_id=job_id)
+    return "\n".join([*_head(job), f"{signals}{start}{_WAIT}{again}exit $status", ""])
 
 
 def join_script(job: SlurmJob) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ class ForkPoint:
     """Dotted path -> (the parent's value, the fork's value). A changed source of a function is a change too."""
     new_draws: bool = False
     """Whether the fork draws anew from here on, because its seed or its task's data are others."""
+    settings: list[str] = field(default_factory=list)
+    """`PATH=VALUE` of each field that was asked for; empty in a fork of a version that did not note them."""
 
     def write(self, directory: Path) -> None:
         (directory / _NAME).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")

@@ -113,20 +113,23 @@ def run(args: argparse.Namespace) -> int:
 
 def compare(runs: Sequence[Run], metrics: Sequence[str] = ()) -> Comparison:
     """Groups the runs, and compares the groups. A metric of an evaluation is the last one, any other metric the mean of
-    the last quarter of the phase's steps. Raises ValueError for metrics that no run has."""
+    the last quarter of the phase's steps. Raises ValueError for a metric that no run has."""
     groups = _grouped(runs)
     paths = list(dict.fromkeys(path for group in groups for path in group.config))
     config = {path: [group.config.get(path) for group in groups] for path in paths}
     differing = {path: values for path, values in config.items() if any(value != values[0] for value in values)}
     finals = [[_final(run) for run in group.runs] for group in groups]
     names = list(dict.fromkeys(name for of_group in finals for of_run in of_group for name in of_run))
+    if unknown := [metric for metric in metrics if not matching(metric, names)]:
+        raise ValueError(
+            f"metrics={','.join(unknown)}: the runs have no such numbers; without --metrics every one is shown"
+        )
     if metrics:
         names = [name for metric in metrics for name in matching(metric, names)]
     elif len(groups) > 1:
         names = [n for n in names if sum(any(n in of_run for of_run in of_group) for of_group in finals) > 1]
     if not names:
-        request = f"metrics={','.join(metrics)}" if metrics else "runs"
-        raise ValueError(f"{request}: the runs have no such numbers to compare; let them make some steps")
+        raise ValueError("runs: they have no numbers to compare; let them make some steps")
     rows = [
         Row(name=name, values=[[of_run[name] for of_run in of_group if name in of_run] for of_group in finals])
         for name in sorted(names, key=lambda name: (not name.startswith("eval/"), name))

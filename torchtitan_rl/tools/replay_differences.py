@@ -10,6 +10,7 @@ from itertools import zip_longest
 from typing import Any
 
 from torchtitan_rl.record.attempts import read_rollouts, read_versions
+from torchtitan_rl.record.json_lines import encode
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.record.schedule import Entry, engine_files, read_schedule, schedule_of
 
@@ -95,7 +96,7 @@ def _of_rollouts(step: int, recorded: list[dict], replayed: list[dict]) -> Itera
     for columns in (_OF_ROLLOUT, _OF_GROUP):
         for before, now in pairs:
             for column in columns:
-                if before[column] != now[column]:
+                if _differ(before[column], now[column]):
                     place = f"rollout {before['rollout_id']}, {column}"
                     yield Difference(step=step, place=place, recorded=before[column], replayed=now[column])
     for before, now in pairs:
@@ -117,8 +118,13 @@ def _of_turns(step: int, before: dict, now: dict) -> Iterator[Difference]:
 
 def _of_lists(step: int, place: str, column: str, recorded: list | None, replayed: list | None) -> Iterator[Difference]:
     for token, (was, is_now) in enumerate(zip_longest(recorded or (), replayed or ())):
-        if was != is_now:
+        if _differ(was, is_now):
             yield Difference(step=step, place=f"{place}, token {token}, {column}", recorded=was, replayed=is_now)
+
+
+def _differ(recorded: Any, replayed: Any) -> bool:
+    """Whether two values differ. NaN is the same as NaN here, also inside of a list or mapping."""
+    return recorded != replayed and encode(recorded) != encode(replayed)
 
 
 def _of_metrics(step: int, recorded: list[dict], replayed: list[dict]) -> Iterator[Difference]:
@@ -128,7 +134,11 @@ def _of_metrics(step: int, recorded: list[dict], replayed: list[dict]) -> Iterat
     for name, line in before.items():
         other = now.get(name, {})
         for column, value in line.items():
-            if not (column.startswith(_OF_TIME) or column.endswith(_TIME_ENDS)) and other.get(column) != value:
+            if (
+                not column.startswith(_OF_TIME)
+                and not column.endswith(_TIME_ENDS)
+                and _differ(value, other.get(column))
+            ):
                 yield Difference(step=step, place=f"{name}, {column}", recorded=value, replayed=other.get(column))
 
 

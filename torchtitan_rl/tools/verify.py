@@ -70,12 +70,8 @@ def differences_of(first: Run, second: Run) -> list[str]:
     both have. Empty: they are the same run."""
     ours, theirs = (digests_of(run.directory) for run in (first, second))
     differences = []
-    if ours["config"] != theirs["config"]:
-        configs = [compared_config(run.config()) for run in (first, second)]
-        differing = [path for path in configs[0] | configs[1] if configs[0].get(path) != configs[1].get(path)]
-        values = [config.get(differing[0]) for config in configs]
-        more = f", and {len(differing) - 1} more fields" if len(differing) > 1 else ""
-        differences.append(f"config: {differing[0]} is {values[0]!r} and {values[1]!r}{more}")
+    if ours["config"] != theirs["config"] and (field := _config_difference(first, second)):
+        differences.append(field)
     if ours["draws"] != theirs["draws"]:
         differences.append(f"draws: {_first_other_draw(first, second)}")
     if difference := first_difference(first, second):
@@ -88,6 +84,18 @@ def differences_of(first: Run, second: Run) -> list[str]:
             differences.append(f"{part}: other weights or optimizer states")
             break
     return differences
+
+
+def _config_difference(first: Run, second: Run) -> str:
+    """The first field that two configs have otherwise, and how many more there are; empty where there is none. A field
+    that one of them lacks, because its version did not have the field, is one that is None."""
+    configs = [compared_config(run.config()) for run in (first, second)]
+    differing = [path for path in configs[0] | configs[1] if configs[0].get(path) != configs[1].get(path)]
+    if not differing:
+        return ""
+    values = [repr(config[differing[0]]) if differing[0] in config else "not recorded" for config in configs]
+    more = f", and {len(differing) - 1} more fields" if len(differing) > 1 else ""
+    return f"config: {differing[0]} is {values[0]} and {values[1]}{more}"
 
 
 def _first_other_draw(first: Run, second: Run) -> str:

@@ -65,6 +65,7 @@ def plan_fork(
         checkpoint_xxh3=digest,
         changes=changes,
         new_draws=new_draws,
+        settings=settings,
     )
 
 
@@ -90,12 +91,19 @@ def existing_fork(directory: Path, parent: Path, step: int, settings: list[str])
     config, changed_sources = recorded_config(plain, f"{place} its config")
     apply_settings(config, settings)
     changes = differences(plain, resolved(settled(config))).keys() - changed_sources.keys()
-    if changes:
+    left_out = {_path(setting) for setting in point.settings} - {_path(setting) for setting in settings}
+    if changes or left_out:
+        fault = f"{min(changes)} is set otherwise now" if changes else f"{min(left_out)} is not set now"
         raise ValueError(
-            f"{place} holds a {point.summary()}, and {sorted(changes)[0]} is set otherwise now; give another "
-            "directory, or the settings that it was made with"
+            f"{place} holds a {point.summary()}, and {fault}; give another directory, or the settings that it was made "
+            "with"
         )
     return config
+
+
+def _path(setting: str) -> str:
+    """The field that a setting sets, as Python writes it."""
+    return setting.partition("=")[0].replace("-", "_")
 
 
 def _require_changeable(paths: set[str], step: int, new_draws: bool) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from torchtitan_rl.cli import controller_run
 from torchtitan_rl.launch import jobs, torchrun
-from torchtitan_rl.launch.slurm import SlurmJob, join_script, script
+from torchtitan_rl.launch.slurm import SlurmJob, array_script, join_script, script
 from torchtitan_rl.types.ends import SAME_REQUEST_S
 
 QUICKSTART = str(Path(__file__).parents[3] / "configs" / "quickstart.py")
@@ -98,6 +98,19 @@ def test_which_ends_are_queued_again(status, restarts, known, again):
     environment = os.environ | {"SLURM_JOB_ID": "12", "SLURM_RESTART_COUNT": str(restarts)}
     done = subprocess.run(["bash"], input=said, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (status, "requeue 12\n" if again else "", "")
+
+
+def test_a_task_of_an_array_signals_and_queues_itself_and_not_the_array():
+    text = array_script(job(num_hosts=1, num_tasks=3), ["a.py"], [0, 7, 3])
+    said = """
+srun() { kill -USR1 $$; sleep 0.5; return 75; }
+scancel() { echo scancel $*; }
+scontrol() { echo scontrol $*; }
+"""
+    variables = {"SLURM_JOB_ID": "12", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "1"}  # as one task has them
+    done = subprocess.run(["bash"], input=said + text, env=os.environ | variables, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (75, "")
+    assert done.stdout.splitlines() == ["scancel --signal=TERM 12_1.0", "scontrol requeue 12_1"]
 
 
 def submitted(arguments: list[str], capsys) -> tuple[int, str]:

@@ -83,6 +83,33 @@ def test_a_signal_that_ends_the_command_is_the_status(tmp_path):
     assert process.wait(20) == 128 + signal.SIGTERM
 
 
+def outcome(tmp_path: Path, body: str, *, max_restarts: int) -> list[int]:
+    """Status, signal and beginning of the last attempt's lines in `output`, of a config file as in `supervised`."""
+    config = tmp_path / "config.py"
+    config.write_text(CONFIG.format(begun=str(tmp_path / "begun"), body=body))
+    program = (
+        "from torchtitan_rl.launch.liveness.restarts import supervised; "
+        f"output = open({str(tmp_path / 'output')!r}, 'a'); "
+        f"of = supervised('train', [{str(config)!r}], {max_restarts}, {str(tmp_path)!r}, output); "
+        "print(of.status, of.asked_by, of.printed_from)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return [int(word) for word in done.stdout.split()]
+
+
+def test_a_signal_is_known_also_where_the_command_ends_well(tmp_path):
+    body = "signal.signal(signal.SIGTERM, lambda *_: os._exit(0)); os.kill(os.getppid(), 15); time.sleep(60)"
+    assert outcome(tmp_path, body, max_restarts=3)[:2] == [0, signal.SIGTERM]
+
+
+def test_where_the_last_attempt_begins_to_print_is_known(tmp_path):
+    (tmp_path / "output").write_text("error: of an earlier call\n")
+    body = "print('attempt', number, flush=True); os._exit(3)"
+    status, _, printed_from = outcome(tmp_path, body, max_restarts=1)
+    assert status == 3 and (tmp_path / "output").read_bytes()[printed_from:] == b"attempt 2\n"
+
+
 @pytest.fixture
 def full(tmp_path):
     """A file system of 2 MiB, all of it used."""

@@ -106,7 +106,8 @@ def test_mistakes_are_sentences(tmp_path, capsys):
         ([PATHS[0]], "there is nothing to compare it with; give two runs or more"),
         ([PATHS[0], "nowhere"], "run='nowhere': is no directory"),
         ([*PATHS, "--metrics", "reward/men"], "metrics=reward/men: the runs have no such numbers"),
-        ([str(tmp_path), str(tmp_path)], "runs: the runs have no such numbers to compare; let them make some steps"),
+        ([*PATHS, "--metrics", "reward/mean,reward/men"], "metrics=reward/men: the runs have no such numbers; without"),
+        ([str(tmp_path), str(tmp_path)], "runs: they have no numbers to compare; let them make some steps"),
     ):
         assert main.main(["compare", *arguments]) == 1
         told = capsys.readouterr()

@@ -1,5 +1,7 @@
 """The first difference between a run and its replay is named by step and place."""
 
+import math
+
 import pytest
 
 from tests.kit.runs import group, write_step
@@ -71,6 +73,22 @@ def test_a_metric_is_compared_unless_time_decides_it(run, tmp_path):
     assert first_difference(run, 1, replay, first=0, last=2) is None
     replay.metrics_file.write_text(text.replace('"policy/entropy":2.0', '"policy/entropy":2.5', 1))
     assert difference(run, replay) == "step 1, metrics, policy/entropy: was 2.0, is 2.5"
+
+
+def test_a_value_that_is_no_number_both_times_is_no_difference(tmp_path):
+    def change(step, groups):
+        rollout = groups[0][0].rollouts[0]
+        rollout.reward, rollout.reward_parts = math.nan, {"length": math.nan}
+        groups[0][0].advantages[0] = math.nan
+        rollout.turns[0].completion.logprobs[0] = math.nan
+
+    runs = [write_run(tmp_path / name, change) for name in ("run", "replay")]
+    for run in runs:
+        line = {"step": 1, "phase": "evaluation", "eval/name": "sort", "eval/split": "test", "eval/accuracy": math.nan}
+        run.log_metrics(line)
+    assert first_difference(runs[0], 1, runs[1], first=0, last=2) is None
+    number = write_run(tmp_path / "number")
+    assert difference(runs[0], number).startswith("step 1, rollout 1/0/0, turn 0, token 0, logprobs: was nan, is ")
 
 
 def test_a_missing_batch_is_a_difference(run, tmp_path):

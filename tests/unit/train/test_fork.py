@@ -78,6 +78,19 @@ def test_a_fork_that_is_there_already_is_gone_on_with_and_another_one_is_refused
         existing_fork(path, tmp_path / "other", 2, settings)
 
 
+def test_a_fork_that_was_made_with_a_setting_is_not_gone_on_with_without_it(parent, tmp_path):
+    path, settings = tmp_path / "fork", ["algorithm.group-size=16", "trainer.optimizer.lr=5e-4"]
+    make_fork(*plan_fork(parent.path, 2, settings, output_dir=str(path)))
+    same = ["trainer.optimizer.lr=0.0005", "algorithm.group_size=16"]
+    assert existing_fork(path, parent.path, 2, same).algorithm.group_size == 16
+    with pytest.raises(ValueError, match="trainer.optimizer.lr is not set now; give another directory, or the setti"):
+        existing_fork(path, parent.path, 2, settings[:1])
+    content = json.loads((path / "fork.json").read_text())
+    del content["settings"]  # as an older version wrote it
+    (path / "fork.json").write_text(json.dumps(content))
+    assert existing_fork(path, parent.path, 2, settings[:1]).trainer.optimizer.lr == 5e-4
+
+
 @pytest.mark.parametrize(
     ("step", "settings", "arguments", "message"),
     [

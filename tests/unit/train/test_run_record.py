@@ -75,6 +75,18 @@ def test_the_first_difference_of_each_kind_is_named(tmp_path, capsys):
     ]
 
 
+def test_a_field_that_an_older_version_lacked_is_none_and_another_value_is_a_difference(tmp_path, capsys):
+    first, second = recorded(tmp_path / "older"), recorded(tmp_path / "newer")
+    second.write_config(json.loads(second.config_file.read_text()) | {"preference": None})
+    finish_record(second)
+    assert main.main(["verify", str(first.path), str(second.path)]) == 0
+    assert capsys.readouterr().out == "the same run\n"
+    second.write_config(json.loads(second.config_file.read_text()) | {"preference": None, "rounds": 2})
+    finish_record(second)
+    assert main.main(["verify", str(first.path), str(second.path)]) == 1
+    assert capsys.readouterr().out == "config: rounds is not recorded and 2\n"
+
+
 def test_damage_is_named(tmp_path, capsys):
     path = recorded(tmp_path / "run").path
     weights = path / "checkpoints" / "step-3" / "model" / "__0_0.distcp"

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -22,12 +23,25 @@ from torchtitan_rl.launch.liveness import watchdog
 from torchtitan_rl.record.console.notices import say
 from torchtitan_rl.record.disk import full_disk
 
-__all__ = ["run_with_restarts", "attempt", "leave_outcome"]
+__all__ = ["Outcome", "attempt", "leave_outcome", "run_with_restarts", "supervised"]
 
 _RESTARTS = "TORCHTITAN_RL_RESTARTS"
 """The environment variable with the number of restarts so far and the supervisor's process id."""
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _PIPE_BYTES = 65536
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How a command ended that was started again where that could help."""
+
+    status: int
+    """The exit status of the last attempt; 128 + N where signal N ended it."""
+    asked_by: int = 0
+    """Number of the first signal that asked the supervisor to end, also where the command came to its end all the same;
+    0: none has come."""
+    printed_from: int = 0
+    """Where in the file of the output the last attempt began, in bytes; 0 without such a file."""
 
 
 class _Supervisor:
@@ -39,10 +53,13 @@ class _Supervisor:
         """The file that has what the process prints; None: this process's own."""
         self.asked_by = 0
         """Number of the first signal; 0: none has come."""
+        self.printed_from = 0
+        """The size of `output` before the process began."""
 
     def start(self, command: list[str], restarts: int, outcome: int) -> None:
         """Starts the command in a session of its own, which a terminal's Ctrl-C reaches through `pass_on` alone."""
         environment = os.environ | {_RESTARTS: f"{restarts} {os.getpid()}"}
+        self.printed_from = 0 if self.output is None else os.fstat(self.output.fileno()).st_size
         self.process = subprocess.Popen(
             command,
             env=environment,
@@ -71,28 +88,40 @@ class _Supervisor:
                 signal.signal(number, handler)
 
 
-def run_with_restarts(
+def run_with_restarts(verb: str, arguments: list[str], max_restarts: int, directory: str | Path) -> int:
+    """`supervised` for a command that prints where this process does. Returns its exit status."""
+    return supervised(verb, arguments, max_restarts, directory).status
+
+
+def supervised(
     verb: str, arguments: list[str], max_restarts: int, directory: str | Path, output: IO[str] | None = None
-) -> int:
+) -> Outcome:
     """Runs `torchtitan-rl VERB ARGUMENTS`, again (`train` with `--resume auto`) when it was killed or failed, at most
-    `max_restarts` times. Returns the exit status of the last attempt. `directory` is the run's: while the file system
-    of the run, of shared memory or of temporary files is full, nothing is started again. `output` gets what the command
-    prints; None: it prints where this process does."""
+    `max_restarts` times. `directory` is the run's: while the file system of the run, of shared memory or of temporary
+    files is full, nothing is started again. `output` gets what the command prints; None: it prints where this process
+    does."""
     supervisor = _Supervisor(output)
     with tempfile.TemporaryDirectory(prefix="torchtitan-rl-") as signs, supervisor.signals():
-        for restarts in range(max_restarts + 1):
-            signs_of_life = Path(signs) / f"signs_of_life-{restarts}.json"
-            status, final = _run_once(supervisor, verb, arguments, restarts, signs_of_life)
-            ended = f"was ended by signal {-status}" if status < 0 else f"failed with status {status}"
-            status = 128 - status if status < 0 else status
-            if final or status == 0 or supervisor.asked_by:
-                return status
-            if problem := full_disk([directory, "/dev/shm", tempfile.gettempdir()]):
-                say(f"error: an attempt {ended}, and {problem}", event="error", level="error")
-                return status
-            if restarts < max_restarts:
-                line = f"warning: an attempt {ended}; restart {restarts + 1} of {max_restarts} begins"
-                say(line, event="restart", level="warning")
+        status = _last_status(supervisor, verb, arguments, max_restarts, directory, Path(signs))
+    return Outcome(status=status, asked_by=supervisor.asked_by, printed_from=supervisor.printed_from)
+
+
+def _last_status(
+    supervisor: _Supervisor, verb: str, arguments: list[str], max_restarts: int, directory: str | Path, signs: Path
+) -> int:
+    """Starts the attempts, one after the other. Returns the exit status of the last one."""
+    for restarts in range(max_restarts + 1):
+        status, final = _run_once(supervisor, verb, arguments, restarts, signs / f"signs_of_life-{restarts}.json")
+        ended = f"was ended by signal {-status}" if status < 0 else f"failed with status {status}"
+        status = 128 - status if status < 0 else status
+        if final or status == 0 or supervisor.asked_by:
+            return status
+        if problem := full_disk([directory, "/dev/shm", tempfile.gettempdir()]):
+            say(f"error: an attempt {ended}, and {problem}", event="error", level="error")
+            return status
+        if restarts < max_restarts:
+            line = f"warning: an attempt {ended}; restart {restarts + 1} of {max_restarts} begins"
+            say(line, event="restart", level="warning")
     if max_restarts:
         say(f"error: the last attempt {ended}; {max_restarts} restarts are used up", event="error", level="error")
     return status

@@ -3,28 +3,33 @@ that was killed goes on by itself: runs that have come to their end are read, th
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from torchtitan_rl.launch.liveness.restarts import Outcome
 from torchtitan_rl.record.console.notices import say
 from torchtitan_rl.tools.sweep.arm_table import Row, write_table
 from torchtitan_rl.tools.sweep.arms import Arm
 from torchtitan_rl.tools.sweep.results import Result, forget_failure, note_failure, result_of
-from torchtitan_rl.tools.sweep.standing import fork_point_is_there, read_standing, table_of
+from torchtitan_rl.tools.sweep.standing import fork_point_is_there, nothing_to_fork, read_standing, table_of
 from torchtitan_rl.tools.sweep.sweep_plan import Plan
+from torchtitan_rl.types.ends import PREEMPTED_STATUS
 
 __all__ = ["Interrupted", "TrainParent", "TrainFork", "carry_out", "log_file"]
 
-TrainParent = Callable[[int, bool], int]
-"""Trains the parent of a seed, the second argument: to its end, or else to the fork point. Returns an exit status."""
-TrainFork = Callable[[Arm, int], int]
-"""Trains the fork of an arm from the parent of a seed. Returns an exit status."""
-_REQUESTED = (75, 130, 143)
-"""Exit statuses of a run that somebody, or its time limit, asked to end: with a checkpoint, by Ctrl-C, by SIGTERM."""
+TrainParent = Callable[[int, bool], Outcome]
+"""Trains the parent of a seed, the second argument: to its end, or else to the fork point."""
+TrainFork = Callable[[Arm, int], Outcome]
+"""Trains the fork of an arm from the parent of a seed."""
+_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
+_REQUESTED = (PREEMPTED_STATUS, *(128 + number for number in _SIGNALS))
+"""Exit statuses of a run that somebody, or its time limit, asked to end: with a checkpoint, or by a signal."""
 
 
 class Interrupted(Exception):
-    """A run was asked to end, and the sweep ends with it. The argument is the run's exit status."""
+    """A run, or the sweep while a run trained, was asked to end, and the sweep ends with it. The argument is the exit
+    status of the sweep."""
 
 
 def carry_out(plan: Plan, seeds: Sequence[int], train_parent: TrainParent, train_fork: TrainFork) -> list[Row]:
@@ -53,17 +58,21 @@ def carry_out(plan: Plan, seeds: Sequence[int], train_parent: TrainParent, train
 
 
 def _train_parent(plan: Plan, seed: int, whole: bool, train_parent: TrainParent) -> None:
-    """Trains the parent of a seed, unless it has come as far already, and notes why it did not come so far."""
+    """Trains the parent of a seed, unless it has come as far already, and notes why it did not come so far. One that
+    has gone past the fork point without its checkpoint has come as far as it can: `standing` says so in the table."""
 
-    def is_there() -> bool:
-        return (not whole and fork_point_is_there(plan, seed)) or result_of(plan.parent(seed), plan.config) is not None
+    def is_over() -> bool:
+        if result_of(plan.parent(seed), plan.config) is not None:
+            return True
+        return not whole and (fork_point_is_there(plan, seed) or nothing_to_fork(plan, seed) != "")
 
-    if is_there():
+    if is_over():
         return
     say(f"seed {seed}: {plan.base.name if whole else 'the parent of the forks'}", event="sweep")
-    status = train_parent(seed, whole)
-    if not is_there():
-        note_failure(plan.parent(seed), _problem(status, plan.parent(seed)))
+    outcome = train_parent(seed, whole)
+    _end_where_asked(outcome)
+    if not is_over():
+        note_failure(plan.parent(seed), _problem(outcome, plan.parent(seed)))
 
 
 def _train_fork(plan: Plan, known: dict[Path, Result], arm: Arm, seed: int, train_fork: TrainFork) -> None:
@@ -73,9 +82,18 @@ def _train_fork(plan: Plan, known: dict[Path, Result], arm: Arm, seed: int, trai
     if result_of(run, plan.config) is not None or arm in read_standing(plan, known, before=seed).ends:
         return
     say(f"seed {seed}: {arm.name}", event="sweep")
-    status = train_fork(arm, seed)
+    outcome = train_fork(arm, seed)
+    _end_where_asked(outcome)
     if result_of(run, plan.config) is None:
-        note_failure(run, _problem(status, run))
+        note_failure(run, _problem(outcome, run))
+
+
+def _end_where_asked(outcome: Outcome) -> None:
+    """Raises Interrupted where a signal asked for the end while a run trained. The run may have come to its end, or
+    failed, all the same: the next call reads its result, or tries it again."""
+    if outcome.asked_by:
+        of_signal = PREEMPTED_STATUS if outcome.asked_by == signal.SIGTERM else 128 + outcome.asked_by
+        raise Interrupted(outcome.status if outcome.status in _REQUESTED else of_signal)
 
 
 def _write_table(plan: Plan, known: dict[Path, Result]) -> list[Row]:
@@ -90,14 +108,16 @@ def _write_table(plan: Plan, known: dict[Path, Result]) -> list[Row]:
         table = now
 
 
-def _problem(status: int, directory: Path) -> str:
-    """Why a run has not come to its end, from what it printed last. Raises Interrupted where it was asked to end."""
-    if status in _REQUESTED:
-        raise Interrupted(status)
+def _problem(outcome: Outcome, directory: Path) -> str:
+    """Why a run has not come to its end, from what its last attempt printed. Raises Interrupted where it was asked to
+    end."""
+    if outcome.status in _REQUESTED:
+        raise Interrupted(outcome.status)
     log = log_file(directory)
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+    printed = log.read_bytes()[outcome.printed_from :] if log.exists() else b""
+    lines = printed.decode("utf-8", "replace").splitlines()
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return f"{errors[-1]} ({log})" if errors else f"it ended with status {status}; see {log}"
+    return f"{errors[-1]} ({log})" if errors else f"it ended with status {outcome.status}; see {log}"
 
 
 def log_file(directory: Path) -> Path:

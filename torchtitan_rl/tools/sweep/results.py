@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.record import attempts
 from torchtitan_rl.record.curves import final_evaluations
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.tools.sweep.arms import Arm
@@ -57,7 +58,10 @@ def failure_of(directory: Path) -> str:
 
 
 def forget_failure(directory: Path) -> None:
+    """Lets a run that has failed be tried again: also one whose own directory says that a restart cannot mend it, which
+    `--resume auto` would refuse."""
     _failure_file(directory).unlink(missing_ok=True)
+    attempts.forget_end(RunDir(directory))
 
 
 def _failure_file(directory: Path) -> Path:

@@ -12,9 +12,10 @@ from torchtitan_rl.tools.sweep.arms import Arm
 from torchtitan_rl.tools.sweep.results import Result, failure_of, result_of, smallest_evaluations
 from torchtitan_rl.tools.sweep.stop_rule import stopped
 from torchtitan_rl.tools.sweep.sweep_plan import Plan
+from torchtitan_rl.train.retention import complete, position
 from torchtitan_rl.weights import checkpoint
 
-__all__ = ["Standing", "fork_point_is_there", "read_standing", "table_of"]
+__all__ = ["Standing", "fork_point_is_there", "nothing_to_fork", "read_standing", "table_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +46,7 @@ def read_standing(plan: Plan, known: dict[Path, Result], *, before: int | None =
                 results[arm][seed] = result
             elif reason := failure_of(plan.run(arm, seed)):
                 ends[arm] = f"failed at seed {seed}: {reason}"
-            elif (reason := failure_of(plan.parent(seed))) and not fork_point_is_there(plan, seed):
+            elif not arm.is_base and (reason := nothing_to_fork(plan, seed)):
                 orphans[seed] = reason
             else:
                 complete = False
@@ -63,6 +64,24 @@ def _result(plan: Plan, known: dict[Path, Result], run: Path) -> Result | None:
 def fork_point_is_there(plan: Plan, seed: int) -> bool:
     saved = RunDir(plan.parent(seed)).checkpoint_path(plan.at)
     return saved.is_dir() and checkpoint.is_complete(saved)
+
+
+def nothing_to_fork(plan: Plan, seed: int) -> str:
+    """Why the forks of a seed have no checkpoint to begin from; empty where they have one, or it may still come."""
+    parent = plan.parent(seed)
+    if fork_point_is_there(plan, seed):
+        return ""
+    if reason := failure_of(parent):
+        return reason
+    names = [path.name for path in complete(RunDir(parent).checkpoints)]
+    steps = [position(name)[1] for name in names if name.startswith("step-")]
+    if result_of(parent, plan.config) is None and max(steps, default=-1) <= plan.at:
+        return ""
+    there = f"those after {', '.join(map(str, steps))}" if steps else "none of reinforcement"
+    return (
+        f"{parent} has no checkpoint after step {plan.at} and will write none, it has {there}; begin a sweep in "
+        "another directory with an --at that its parents have, or remove the parent's directory to train it again"
+    )
 
 
 def _worse(plan: Plan, results: dict[Arm, dict[int, Result]], ends: dict[Arm, str], seed: int) -> dict[Arm, str]:

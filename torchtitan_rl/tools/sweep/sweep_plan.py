@@ -22,6 +22,8 @@ from torchtitan_rl.tools.sweep.arms import Arm
 __all__ = ["Plan", "checkpoint_cadence", "locked"]
 
 _NAME = "sweep.json"
+_BEGUN = "sweep."
+"""How the name of that file begins, and of a file that is renamed to it once it is whole."""
 _LABELS = ("name", "output_dir")
 
 
@@ -53,10 +55,12 @@ class Plan:
 
     def require_own(self) -> None:
         """Raises ValueError where the directory holds another sweep or something else."""
+        # Listed before the file is read: another process of the sweep may begin now, and writes other files after it.
+        names = [path.name for path in self.directory.iterdir()] if self.directory.is_dir() else []
         try:
             before = json.loads((self.directory / _NAME).read_text(encoding="utf-8"))
         except FileNotFoundError:
-            if self.directory.exists() and (not self.directory.is_dir() or any(self.directory.iterdir())):
+            if not all(name.startswith(_BEGUN) for name in names):
                 raise ValueError(
                     f"output_dir={str(self.directory)!r}: holds files that belong to no sweep; give a directory of its "
                     "own"
@@ -77,13 +81,14 @@ class Plan:
             )
 
     def write(self) -> None:
-        """Writes the file that `require_own` reads, unless it is there."""
+        """Writes the file that `require_own` reads, unless it is there. Raises ValueError as that does, where another
+        process has begun another sweep in the directory since."""
         file = self.directory / _NAME
-        if file.exists():
-            return
-        beside = file.with_suffix(f".{uuid.uuid4().hex}")  # another process of the sweep may write its own
-        beside.write_text(json.dumps(self._content(), indent=1) + "\n", encoding="utf-8")
-        os.replace(beside, file)
+        if not file.exists():
+            beside = self.directory / f"{_BEGUN}{uuid.uuid4().hex}"  # another process of the sweep may write its own
+            beside.write_text(json.dumps(self._content(), indent=1) + "\n", encoding="utf-8")
+            os.replace(beside, file)
+        self.require_own()
 
     def _content(self) -> dict[str, Any]:
         content = {

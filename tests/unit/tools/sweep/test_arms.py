@@ -116,6 +116,18 @@ def test_a_directory_belongs_to_one_sweep(tmp_path):
         first.require_own()
 
 
+def test_processes_that_begin_a_sweep_at_the_same_moment_do_not_refuse_each_other(tmp_path):
+    first, second, other = (plan(tmp_path, lr=lr) for lr in (0.001, 0.001, 0.01))
+    (tmp_path / "sweep.0a1b").write_text("{")  # half of the file that another process writes
+    for process in (first, second, other):
+        process.require_own()
+    first.write()
+    second.write()
+    with pytest.raises(ValueError, match="whose config trainer.optimizer.lr is 0.001 and not 0.01"):
+        other.write()
+    first.require_own()
+
+
 SWEEP = ["--seeds", "0..2", "--set", "trainer.optimizer.lr=1e-3,1e-4"]
 
 

@@ -1,11 +1,14 @@
 """The course of a sweep, with runs that nobody trained: what is trained once, what is stopped, what is gone on with."""
 
 import json
+import shutil
+import signal
 from pathlib import Path
 
 import pytest
 
 from tests.kit.run_config import run_config
+from torchtitan_rl.launch.liveness.restarts import Outcome
 from torchtitan_rl.record import attempts
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.tools.sweep import course
@@ -20,22 +23,27 @@ BASE, GOOD, BAD = (Arm(settings=(f"lr={value}",), is_base=value == "3") for valu
 ACCURACIES = {BASE: 0.5, GOOD: 0.6, BAD: 0.1}
 NOISE = [0.0, 0.02, -0.01, 0.03, 0.01]
 """By seed, shared by all arms."""
+KILLED = 137
+"""The status of a run that had no time to say why it ends."""
 BASE_NOISE = [0.1, -0.1, 0.05, 0.0, -0.05]
 
 
 class Trainings:
     """Writes the directories of runs in place of training, and counts them."""
 
-    def __init__(self, plan: Plan, **statuses: int) -> None:
-        """`statuses`: name of a training -> the status with which it fails."""
-        self.plan, self.names, self.statuses = plan, [], statuses
+    def __init__(self, plan: Plan, asked: dict[str, int], **statuses: int) -> None:
+        """`asked`: name of a training -> the signal that comes meanwhile; `statuses`: the status with which it
+        fails."""
+        self.plan, self.names, self.asked, self.statuses = plan, [], asked, statuses
+        self.saved_at = 0
+        """The step of the parents' checkpoint."""
 
-    def parent(self, seed: int, whole: bool) -> int:
+    def parent(self, seed: int, whole: bool) -> Outcome:
         if not (self.plan.parent(seed) / "config.json").exists():
             self.begin(self.plan.parent(seed))
         return self.end(BASE, seed, f"parent_{seed}" + ("" if whole else "_short"), whole)
 
-    def fork(self, arm: Arm, seed: int) -> int:
+    def fork(self, arm: Arm, seed: int) -> Outcome:
         assert checkpoint.is_complete(self.plan.parent(seed) / "checkpoints" / "step-0")
         if not (self.plan.run(arm, seed) / "config.json").exists():
             self.begin(self.plan.run(arm, seed))
@@ -47,14 +55,24 @@ class Trainings:
         attempts.begin(run_dir, None)
         begin_record(run_dir)
 
-    def end(self, arm: Arm, seed: int, name: str, whole: bool) -> int:
+    def end(self, arm: Arm, seed: int, name: str, whole: bool) -> Outcome:
         self.names.append(name)
-        if status := self.statuses.get(name, 0):
-            log_file(self.plan.run(arm, seed)).write_text("warning: hot\nerror: a loss is not finite\n")
-            return status
+        assert attempts.reason_of_end(RunDir(self.plan.run(arm, seed))) == ""  # else `--resume auto` refuses the run
+        log = log_file(self.plan.run(arm, seed))
+        printed_from = log.stat().st_size if log.exists() else 0
+        status = self.status(arm, seed, name, whole)
+        return Outcome(status=status, asked_by=self.asked.get(name, 0), printed_from=printed_from)
+
+    def status(self, arm: Arm, seed: int, name: str, whole: bool) -> int:
         run_dir = RunDir(self.plan.run(arm, seed))
+        if status := self.statuses.get(name, 0):
+            with log_file(self.plan.run(arm, seed)).open("a") as log:
+                log.write("warning: hot\n" if status == KILLED else "warning: hot\nerror: a loss is not finite\n")
+            if status == 1:
+                attempts.end_for_good(run_dir, "a loss is not finite")
+            return status
         if arm.is_base:
-            saved = run_dir.checkpoint_path(0)
+            saved = run_dir.checkpoint_path(self.saved_at)
             if not saved.exists():
                 checkpoint.begin(checkpoint.beside(saved))
                 checkpoint.commit(checkpoint.beside(saved), saved, {"step": 0}, {})
@@ -84,9 +102,11 @@ def plan(tmp_path):
     return make
 
 
-def carried_out(plan: Plan, *seeds: int, **statuses: int) -> tuple[list, list[str]]:
+def carried_out(
+    plan: Plan, *seeds: int, asked: dict[str, int] | None = None, **statuses: int
+) -> tuple[list, list[str]]:
     """`seeds`: those of one process of several; none: all."""
-    trainings = Trainings(plan, **statuses)
+    trainings = Trainings(plan, asked or {}, **statuses)
     return carry_out(plan, seeds or plan.seeds, trainings.parent, trainings.fork), trainings.names
 
 
@@ -133,7 +153,7 @@ def test_a_run_that_ends_while_the_table_is_written_is_in_it(plan, monkeypatch):
         write_table(directory, table, num_seeds)
         written.append(table)
         if len(written) == 1:  # another process ends its seed here, and has written its table before this one
-            trainings = Trainings(plan(seeds=[0, 1]))
+            trainings = Trainings(plan(seeds=[0, 1]), {})
             trainings.parent(1, True)
             for arm in (GOOD, BAD):
                 trainings.fork(arm, 1)
@@ -172,11 +192,33 @@ def test_an_arm_that_fails_is_reported_and_the_others_go_on(plan):
     assert names == ["lr=2_0", "lr=2_1"] and [row.state for row in table] == ["done"] * 3
 
 
+def test_the_reason_of_a_failure_is_that_of_the_last_attempt(plan):
+    carried_out(plan(seeds=[0]), **{"lr=2_0": 1})
+    table, _ = carried_out(plan(seeds=[0]), **{"lr=2_0": KILLED})
+    log = log_file(plan().run(GOOD, 0))
+    assert table[1].state == f"failed at seed 0: it ended with status {KILLED}; see {log}"
+
+
 def test_a_parent_that_fails_before_the_fork_point_costs_its_seed(plan):
     table, names = carried_out(plan(arms=(GOOD, BAD), seeds=[0, 1]), parent_0_short=1)
     assert names == ["parent_0_short", "parent_1_short", "lr=2_1", "lr=1_1"]
     log = log_file(plan().parent(0))
     assert table[0].state == f"seeds missing; no parent for seed 0: a loss is not finite ({log})"
+
+
+@pytest.mark.parametrize("arms", [(GOOD, BAD), (BASE, GOOD)])
+def test_a_parent_that_went_past_the_fork_point_costs_its_seed_and_is_not_trained_again(plan, arms):
+    one_seed, trainings = plan(arms=arms, seeds=[0]), Trainings(plan(), {})
+    trainings.saved_at = 2  # as where the batch that reached the fork point had more steps
+    table = carry_out(one_seed, one_seed.seeds, trainings.parent, trainings.fork)
+    assert trainings.names == ["parent_0" if BASE in arms else "parent_0_short"]
+    reason = "has no checkpoint after step 0 and will write none, it has those after 2; begin a sweep in another"
+    assert table[1].state.startswith(f"seeds missing; no parent for seed 0: {one_seed.parent(0)} {reason}")
+    assert table[0].state == ("done" if BASE in arms else table[1].state)
+    assert carried_out(one_seed) == (table, [])
+    shutil.rmtree(one_seed.parent(0))
+    table, _ = carried_out(one_seed)
+    assert {row.state for row in table} == {"done"}
 
 
 def test_nothing_more_is_trained_once_every_arm_has_failed(plan):
@@ -190,3 +232,23 @@ def test_a_sweep_ends_with_the_run_that_was_asked_to_end_and_goes_on_from_there(
     assert end.value.args == (130,)
     table, names = carried_out(plan(seeds=[0, 1]))
     assert names == ["lr=1_0", "parent_1", "lr=2_1", "lr=1_1"] and {row.state for row in table} == {"done"}
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "expected"),
+    [
+        (signal.SIGTERM, 0, 75),  # after the last step of the run
+        (signal.SIGINT, 0, 130),
+        (signal.SIGTERM, 1, 75),
+        (signal.SIGTERM, 143, 143),  # during the start of the run
+        (signal.SIGHUP, 129, 129),
+        (signal.SIGQUIT, 131, 131),
+    ],
+)
+@pytest.mark.parametrize("name", ["parent_0", "lr=2_0"])
+def test_a_signal_ends_the_sweep_after_its_run_and_is_no_failure_of_an_arm(plan, name, number, status, expected):
+    with pytest.raises(Interrupted) as end:
+        carried_out(plan(seeds=[0]), asked={name: number}, **({name: status} if status else {}))
+    assert end.value.args == (expected,) and list(plan().directory.rglob("*.failed")) == []
+    table, names = carried_out(plan(seeds=[0]))
+    assert (name in names) == (status != 0) and {row.state for row in table} == {"done"}
