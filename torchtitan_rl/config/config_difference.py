@@ -19,7 +19,10 @@ _HARMLESS = (
     # Layout and speed: the state of a checkpoint fits every layout.
     *(
         f"{trainer}.{part}"
-        for trainer in ("trainer", "roles.critic.trainer", "roles.reference.trainer", "roles.teacher.trainer")
+        for trainer in (
+            "trainer",
+            *(f"roles.{role}.trainer" for role in ("critic", "reference", "teacher", "reward_model")),
+        )
         for part in (
             *("parallelism.", "num_hosts", "num_threads", "max_tokens_per_microbatch", "logprob_chunk_mib"),
             *("activation_checkpoint", "shared_prefix", "logprob_kernels", "compile.", "comm."),

@@ -1,13 +1,16 @@
 """Which changes of a config a resumed run may have."""
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
 from torchtitan_rl.config.config_difference import differences, is_harmless
+from torchtitan_rl.config.derive import settled
 from torchtitan_rl.config.load import load_config
 from torchtitan_rl.config.resolve import flat, resolved
+from torchtitan_rl.config.run import RoleConfig
 
 ROOT = Path(__file__).parents[3]
 
@@ -58,6 +61,24 @@ def test_layout_and_cadence_may_change_and_data_and_model_may_not(path, value, h
     assert [*changed(change)] == [path] and is_harmless(path) == harmless
 
 
+def test_a_role_that_takes_over_the_trainer_of_the_policy_may_change_with_it():
+    """A reward model, and every other role, whose trainer is a copy of the policy's."""
+    before, now = (load_config(str(ROOT / "configs" / "reward_model.py")) for _ in range(2))
+    now.trainer.optimizer.lr, now.trainer.parallelism.tensor_parallel_degree = 1e-5, 2
+    for of_run in (before, now):
+        of_run.roles.reward_model.trainer = None
+        of_run.roles.reference, of_run.roles.critic, of_run.roles.teacher = (
+            RoleConfig(model=of_run.model) for _ in range(3)
+        )
+    roles = [field.name for field in dataclasses.fields(now.roles) if field.default is None]
+    assert sorted(roles) == sorted(now.roles.configured())
+    found = differences(json.loads(json.dumps(resolved(settled(before)))), resolved(settled(now)))
+    changed = ("optimizer.lr", "parallelism.tensor_parallel_degree")
+    trainers = ["trainer", *(f"roles.{role}.trainer" for role in roles)]
+    assert sorted(found) == sorted(f"{trainer}.{field}" for trainer in trainers for field in changed)
+    assert all(map(is_harmless, found))
+
+
 def test_a_part_that_is_switched_off_is_a_difference_of_each_of_its_fields():
     def change(now):
         now.roles.critic = None
@@ -81,6 +102,6 @@ def test_the_list_of_harmless_fields_names_fields_that_exist():
 
     paths = [path for path, _ in flat(config())]
     for entry in config_difference._HARMLESS:
-        if entry.startswith(("roles.reference", "roles.teacher")):
-            continue  # this config has neither
+        if entry.startswith(("roles.reference", "roles.teacher", "roles.reward_model")):
+            continue  # this config has none of them
         assert any(p == entry or entry.endswith(".") and p.startswith(entry) for p in paths), entry

@@ -152,6 +152,7 @@ class SaveWeightsBody(_Lenient):
 
 class SaveForSamplerBody(SaveWeightsBody):
     sampling_session_seq_id: _Count | None = None
+    kind: _Text = "snapshot"
 
 
 class SaveExternalBody(SaveWeightsBody):

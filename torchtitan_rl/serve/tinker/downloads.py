@@ -94,9 +94,13 @@ class Downloads:
         with tempfile.TemporaryDirectory(dir=self._directory) as form:
             self._write_form(checkpoint, source, Path(form))
             (Path(form) / _COMPLETE).touch()
-            with tarfile.open(file, "w") as tar:
-                for part in sorted(Path(form).iterdir()):
-                    tar.add(part, arcname=part.name)
+            try:
+                with tarfile.open(file, "w") as tar:
+                    for part in sorted(Path(form).iterdir()):
+                        tar.add(part, arcname=part.name)
+            except BaseException:
+                file.unlink(missing_ok=True)  # no link leads to it, and what has no link is never deleted
+                raise
 
     def file(self, token: str, name: str) -> Path:
         """The file behind a link. Raises Fault (404) where there is none any more."""

@@ -7,16 +7,19 @@ as the bounds themselves (0.8 and 1.2), which here are distances from 1.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from torchtitan_rl.algorithm import losses
 from torchtitan_rl.serve.tinker.faults import user
-from torchtitan_rl.serve.tinker.wire import Sequence
 from torchtitan_rl.types import Datum, LossFunction, LossInputs
 
-__all__ = ["LOSSES", "Loss", "datums", "loss_of", "narrowed", "value", "widened"]
+if TYPE_CHECKING:  # trainers import this module for a loss, and have no use for the SDK
+    from torchtitan_rl.serve.tinker.wire import Sequence
+
+__all__ = ["LOSSES", "Loss", "datums", "dro", "loss_of", "narrowed", "value", "widened"]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -37,6 +40,13 @@ def _bounds(config: dict[str, float]) -> dict[str, float]:
     return {"clip_low": 1 - config["clip_low_threshold"], "clip_high": config["clip_high_threshold"] - 1}
 
 
+def dro(inputs: LossInputs, *, beta: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """`losses.dro` with the penalty of every token, sampled or not, as the protocol's sum has it: where the advantage
+    is 0 the penalty is not."""
+    every_token = inputs.tensors | {"loss_mask": torch.ones_like(inputs.loss_mask)}
+    return losses.dro(replace(inputs, tensors=every_token), beta=beta)
+
+
 LOSSES: dict[str, Loss] = {
     "cross_entropy": Loss(function=losses.cross_entropy, needed=("target_tokens",), optional=("weights",)),
     "importance_sampling": Loss(function=losses.importance_sampling),
@@ -49,7 +59,7 @@ LOSSES: dict[str, Loss] = {
         config={"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4},
         arguments=_bounds,
     ),
-    "dro": Loss(function=losses.dro, config={"beta": 0.05}),
+    "dro": Loss(function=dro, config={"beta": 0.05}),
 }
 
 
@@ -107,9 +117,9 @@ def _datum(sequence: Sequence, path: str, name: str, loss: Loss, vocab_size: int
     if name != "cross_entropy":
         if targets.dim() > 1:
             raise user(f"{path}.loss_fn_inputs['target_tokens']: {name} takes one target a token; use cross_entropy")
-        one_T = torch.ones(len(tokens))
-        columns = {"token_weights": one_T, "loss_mask": one_T}
-        columns |= {"sampling_logprobs": inputs["logprobs"].float(), "advantages": inputs["advantages"].float()}
+        sampling_T, advantages_T = inputs["logprobs"].float(), inputs["advantages"].float()
+        columns = {"token_weights": torch.ones(len(tokens)), "loss_mask": _sampled(sampling_T, advantages_T)}
+        columns |= {"sampling_logprobs": sampling_T, "advantages": advantages_T}
         return Datum(tokens=tokens, target_tokens=targets, loss_inputs=columns)
     weights = inputs.get("weights", torch.ones(targets.shape))
     if weights.shape != targets.shape:
@@ -118,6 +128,16 @@ def _datum(sequence: Sequence, path: str, name: str, loss: Loss, vocab_size: int
             f"{tuple(targets.shape)}; give every target a weight"
         )
     return Datum(tokens=tokens, target_tokens=targets, loss_inputs={"token_weights": weights.float()})
+
+
+def _sampled(logprobs_T: torch.Tensor, advantages_T: torch.Tensor) -> torch.Tensor:
+    """1 where a target was sampled, (T,). The protocol has no column for it; clients send zeros for a prompt's tokens.
+
+    A target that was sampled with probability 1 and has advantage 0 looks the same and counts as not sampled. No sum
+    of terms with the advantage as a factor changes by that. In the mean of `gspo` such a target mostly has a log-ratio
+    near 0, and the mean matters only where other targets of the datum have an advantage.
+    """
+    return ((logprobs_T != 0) | (advantages_T != 0)).float()
 
 
 def widened(data: list[Datum]) -> list[Datum]:

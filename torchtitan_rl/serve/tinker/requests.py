@@ -10,7 +10,13 @@ from pathlib import Path
 import torch
 
 from torchtitan_rl.serve.tinker import loss_requests, wire
-from torchtitan_rl.serve.tinker.bodies import LoadWeightsBody, OptimStepBody, SaveExternalBody, SaveWeightsBody
+from torchtitan_rl.serve.tinker.bodies import (
+    LoadWeightsBody,
+    OptimStepBody,
+    SaveExternalBody,
+    SaveForSamplerBody,
+    SaveWeightsBody,
+)
 from torchtitan_rl.serve.tinker.faults import fault_of, user
 from torchtitan_rl.serve.tinker.futures import Answer, Futures
 from torchtitan_rl.serve.tinker.models import Model, Models, json_answer, quietly, ready
@@ -132,12 +138,17 @@ class ModelRequests:
         return json_answer({"path": saved.path, "type": "save_weights"})
 
     def save_for_sampler(
-        self, body: SaveWeightsBody, session_of: Callable[[Model, int, Checkpoint | None], dict[str, str]]
+        self, body: SaveForSamplerBody, session_of: Callable[[Model, int, Checkpoint | None], dict[str, str]]
     ) -> str:
         """Weights to sample from: published, and with a name also on disk. `session_of(model, version, checkpoint)`
         gives the answer."""
 
         async def start(model: Model) -> Awaitable[Answer]:
+            if body.kind != "snapshot":
+                raise user(
+                    f"kind={body.kind[:40]!r}: is not offered, the weights of a sampling client stay as they were "
+                    "saved; use kind='snapshot', and the sampling client of each save from then on"
+                )
             writing = None
             if body.path is not None:
                 writing = self._checkpoints.begin(model.record, "sampler_weights", body.path, overwrite=body.overwrite)

@@ -48,8 +48,9 @@ class Generators:
         """`side_by_side`: the generators hold the adapters of several versions at once, and no version has turns."""
         self.client, self.versions = client, versions
         self.turns, self.places = None if side_by_side else Turns(), Places(max_parallel)
-        self.loaded: dict[str, int] = {}
-        """The version that a checkpoint on disk was given, by path; ids of models differ between owners."""
+        self.loaded: dict[tuple[str, str], int] = {}
+        """The version that a checkpoint on disk was given, by path and by when it was saved: one that was deleted and
+        saved again has other weights. Ids of models differ between owners."""
 
 
 class Sampling:
@@ -93,12 +94,13 @@ class Sampling:
             ):
                 raise user(f"base_model={base_model[:120]!r}: is not served here; use {self._base_model!r}")
             return BASE_VERSION
-        _, directory = self._checkpoints.find(model_path, "sampler_weights")
-        if model_path not in self._loaded:
+        checkpoint, directory = self._checkpoints.find(model_path, "sampler_weights")
+        key = model_path, checkpoint.time
+        if key not in self._loaded:
             # Versions of models are positive; those of checkpoints are counted down.
-            self._loaded[model_path] = WITHOUT_ADAPTERS - 1 - len(self._loaded)
-            self._versions.register(self._loaded[model_path], directory / "weights.safetensors")
-        return self._loaded[model_path]
+            self._loaded[key] = WITHOUT_ADAPTERS - 1 - len(self._loaded)
+            self._versions.register(self._loaded[key], directory / "weights.safetensors")
+        return self._loaded[key]
 
     async def end(self, session_id: str) -> None:
         """Ends the sampling sessions of a session, and drops weights that have no name."""

@@ -77,6 +77,21 @@ async def test_a_slow_archive_is_asked_for_again_and_one_that_failed_is_written_
     assert (await downloads.archive(CHECKPOINT, source, 5.0)).files
 
 
+async def test_an_archive_that_fails_leaves_nothing_on_disk(tmp_path, monkeypatch):
+    source, add = saved(tmp_path / "kept"), tarfile.TarFile.add
+
+    def until_the_disk_is_full(tar, *args, arcname, **more):
+        add(tar, *args, arcname=arcname, **more)
+        if arcname == "weights":
+            raise OSError("no space left")
+
+    monkeypatch.setattr(tarfile.TarFile, "add", until_the_disk_is_full)
+    downloads = Downloads(tmp_path / "archives", write, valid_s=60.0)
+    with pytest.raises(OSError, match="no space left"):
+        await downloads.archive(CHECKPOINT, source, 5.0)
+    assert not list((tmp_path / "archives").iterdir())
+
+
 def test_archives_of_an_earlier_server_are_deleted(tmp_path):
     (tmp_path / "archives").mkdir()
     (tmp_path / "archives" / "old.tar").write_text("numbers")

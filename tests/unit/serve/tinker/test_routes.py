@@ -82,6 +82,17 @@ async def test_a_kind_that_is_not_offered_ends_at_its_place(tmp_path, path):
     assert status == 400 and second["type"] == "optim_step"
 
 
+async def test_weights_that_sampling_clients_are_to_follow_are_refused_at_their_place(tmp_path):
+    async def play(client):
+        await client.create()
+        body = {"model_id": client.model_id, "seq_id": 1, "sampling_session_seq_id": 0, "kind": "inflight"}
+        return await client.answer(await client.post("save_weights_for_sampler", json=body)), await client.step(2)
+
+    refused, second = await answers(tmp_path, play)
+    assert refused["category"] == "user" and "kind='inflight': is not offered" in refused["error"]
+    assert second["type"] == "optim_step"
+
+
 async def test_a_body_that_expands_too_far_ends_at_its_place(tmp_path):
     async def play(client):
         await client.create()

@@ -1,4 +1,4 @@
-"""Streams of the samples of one request."""
+"""Streams of the samples of one request, and the weights that a path names."""
 
 import numpy as np
 import torch
@@ -11,7 +11,9 @@ adapters.prepare_vllm(eager=True)
 from torchtitan_rl.engine.gumbel import gumbel_argmax  # noqa: E402
 from torchtitan_rl.engine.noise import splitmix64  # noqa: E402
 from torchtitan_rl.serve.tinker.bodies import SamplingBody  # noqa: E402
+from torchtitan_rl.serve.tinker.samplers import Versions  # noqa: E402
 from torchtitan_rl.serve.tinker.sampling_sessions import Generators, Sampling  # noqa: E402
+from torchtitan_rl.serve.tinker.saved_states import Checkpoints, ModelRecord  # noqa: E402
 
 SEEDS, SAMPLES, TOKENS, VOCABULARY = 20, 16, 24, 64
 
@@ -56,3 +58,31 @@ def test_the_streams_of_a_request_are_named_by_seed_and_index_alone():
         sampling()._params(SamplingBody(seed=seed), 4, index).seed for seed in (-3, 0, 7, 2**80) for index in range(9)
     }
     assert len(seeds) == 36 and all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_a_path_that_was_deleted_and_saved_again_names_the_new_weights(tmp_path):
+    checkpoints, record = Checkpoints(tmp_path / "models"), ModelRecord(model_id="ab12:train:0", base_model="tiny")
+    versions = Versions(None, max_published=1, max_spooled=1, spool=tmp_path / "spool")
+    sampling = Sampling(
+        Generators(None, versions, max_parallel=1),
+        checkpoints,
+        None,
+        base_model="tiny",
+        context_tokens=64,
+        vocab_size=VOCABULARY,
+    )
+
+    def save(weights):
+        writing = checkpoints.begin(record, "sampler_weights", "kept", overwrite=False)
+        (writing / "weights.safetensors").write_text(weights)
+        return checkpoints.commit(record, "sampler_weights", "kept", ttl_s=None, metadata=None).path
+
+    def version(sampler_id):
+        return sampling.open(sampler_id, "session", base_model=None, model_path=path, version=None).version
+
+    path = save("old")
+    old, of_the_same = version("first"), version("second")
+    checkpoints.remove(record.model_id, "sampler_weights/kept")
+    assert save("new") == path
+    new, first = version("third"), version("first")
+    assert old == of_the_same == first and new != old and old in versions and new in versions
