@@ -87,8 +87,8 @@ async def start_stack(config: RunConfig, launcher: MeshLauncher, model_dir: Path
         one_host=launcher.one_host,
         adapters_apart=config.generator.max_adapters > 0,
     )
-    shared = placement is not None and placement.shares("generator")
-    repair = None if shared else launcher.repair(config.generator)  # a replacement has no turn on shared devices
+    # A replacement would have no turn on shared devices.
+    repair = None if "generator" in shared else launcher.repair(config.generator)
     schedules = launcher.schedules
     routes = None if schedules is None else _routes(schedules)
     follows = schedules is not None and bool(schedules.followed)
