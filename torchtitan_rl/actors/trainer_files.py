@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from torchtitan_rl.actors import optimizer_state
 from torchtitan_rl.actors.checkpoint_writer import CheckpointWriter, load_random_states
 from torchtitan_rl.actors.operations import VALUE_ROLES
 from torchtitan_rl.model import lora
@@ -56,11 +57,7 @@ class TrainerFiles:
             checkpoint.write_lora(Path(path), record)
         state = {"model": self._trained(fused_state(self.rank.model))}
         if optimizers is not None:
-            fresh = not any(optimizer.state for optimizer in optimizers)
-            state["optimizer"] = optimizers.state_dict()
-            if fresh:  # torch's state_dict() created the state by a step of size zero, which must not count
-                for tensor in (s["step"] for optimizer in optimizers for s in optimizer.state.values()):
-                    tensor.zero_()
+            state["optimizer"] = optimizer_state.complete_state(optimizers)
         self._writer.stage(state, Path(path))
 
     def checkpoint_written(self) -> dict[str, list] | None:
@@ -86,12 +83,11 @@ class TrainerFiles:
     def _load(self, path: str, policy_version: int, *, optimizers) -> None:
         checkpoint.require_lora(Path(path), self._lora_record())
         directory, model = checkpoint.model_dir(Path(path)), self.rank.model
-        split = any(
-            name.endswith(".wq.weight") for name in saved_names(directory)
-        )  # format 1, or a model without fused weights
+        names = saved_names(directory)
+        split = any(name.endswith(".wq.weight") for name in names)  # format 1, or a model without fused weights
         state = {"model": self._trained(model.state_dict() if split else fused_state(model))}
         if optimizers is not None:
-            state["optimizer"] = optimizers.state_dict()
+            state["optimizer"] = optimizer_state.of_stepped(optimizer_state.complete_state(optimizers), names)
         load_state(state, directory)
         model.load_state_dict(state["model"], strict=self.rank.config.lora is None)
         if optimizers is not None:

@@ -52,7 +52,7 @@ def saved_sizes(directory: Path) -> dict[str, tuple[int, ...]]:
 
 def load_state(state: dict[str, Any], directory: Path) -> None:
     """Fills the tensors and values of `state` from a distributed checkpoint, which another layout may have saved. Every
-    rank of a mesh makes the call. Raises ValueError as `saved_names` does, and RuntimeError as `naming_failures` does."""
+    rank of a mesh makes the call. Raises ValueError as `saved_names` does, RuntimeError as `naming_failures` does."""
     reader = _Reader(str(directory))
     reader.read_metadata()  # on every rank: torch would tell the others of the first rank's failure only
     with naming_failures(directory):
