@@ -92,6 +92,43 @@ async def test_a_checkpoint_of_format_1_is_read(launcher, tmp_path):
     assert same(state_of(launcher), expected)
 
 
+async def test_a_save_between_gradient_and_first_step_changes_nothing_and_has_moments(launcher, tmp_path):
+    plain, saving = await a_trainer(launcher), await a_trainer(launcher)
+    for client in (plain, saving):
+        await client.forward_backward(random_datums(4), importance_sampling)
+    before = await saving.gradients()
+    await saving.save_checkpoint(tmp_path / "saved")
+    after = await saving.gradients()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    for client in (plain, saving):
+        await client.optim_step(OptimParams(lr=1e-2))
+    stepped = await plain.parameters()
+    assert all(torch.equal(tensor, stepped[name]) for name, tensor in (await saving.parameters()).items())
+    await saving.load_checkpoint(tmp_path / "saved")  # as it was before the step: moments and step count are zero
+    assert all(float(first.abs().max()) == 0 for first, _ in (await saving.moments()).values())
+    await step(saving)
+    assert all(torch.equal(tensor, stepped[name]) for name, tensor in (await saving.parameters()).items())
+
+
+@pytest.mark.parametrize("optimizer", [True, False])
+async def test_a_load_drops_the_gradient_and_loads_the_moments(optimizer, launcher, tmp_path):
+    client, fresh = await a_trainer(launcher), await a_trainer(launcher)
+    await step(client)
+    await client.save_checkpoint(tmp_path / "saved")
+    saved = await client.moments()
+    await fresh.forward_backward(random_datums(4, seed=1), importance_sampling)
+    await fresh.load_checkpoint(tmp_path / "saved", optimizer=optimizer)
+    assert set((await fresh.gradients()).values()) == {None}
+    loaded = await fresh.moments()
+    assert loaded.keys() == (saved.keys() if optimizer else set())
+    assert all(torch.equal(loaded[name][i], saved[name][i]) for name in loaded for i in range(2))
+    if optimizer:
+        await step(client)
+        await step(fresh)
+        stepped = await client.parameters()
+        assert all(torch.equal(tensor, stepped[name]) for name, tensor in (await fresh.parameters()).items())
+
+
 @pytest.mark.parametrize("writer", ["this version", "an earlier one"])
 async def test_adapters_that_do_not_train_leave_the_others_their_moments(writer, launcher, tmp_path):
     """Frozen adapters have no moments: earlier versions wrote none of them, and asked for them when they read."""

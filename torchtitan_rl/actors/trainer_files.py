@@ -33,14 +33,15 @@ class TrainerFiles:
         self._writer = CheckpointWriter()
 
     def init_model(self, path: str) -> None:
-        """Loads weights from a Hugging Face directory or a checkpoint, sets the policy version to 0 and resets the
-        optimizer."""
+        """Loads weights from a Hugging Face directory or a checkpoint, sets the policy version to 0, resets the
+        optimizer and drops the accumulated gradient."""
         rank = self.rank
         if (Path(path) / "config.json").exists():
             head = rank.role not in VALUE_ROLES
             hf.load_hf_weights(rank.model, rank.adapter, Path(path), rank.shape, head=head)
             if rank.config.lora is not None:  # an export has the old adapters merged in: start with B = 0
                 lora.draw_adapters(rank.model, rank.seed)
+            rank.model.zero_grad()
             rank.policy_version, self._base_fingerprint = 0, None
             rank.exchange.base_has_changed()
         else:
@@ -50,8 +51,8 @@ class TrainerFiles:
 
     def stage_checkpoint(self, path: str) -> None:
         """Copies parameters (with LoRA the adapters only), optimizer and random states to host memory, from where a
-        thread writes them below `path` as torch's distributed checkpoint. Raises RuntimeError while the checkpoint
-        before is still being written."""
+        thread writes them below `path` as torch's distributed checkpoint. An accumulated gradient is not saved, and
+        stays. Raises RuntimeError while the checkpoint before is still being written."""
         record, optimizers = self._lora_record(), self.rank.optimizers
         if dist.get_rank() == 0:
             checkpoint.write_lora(Path(path), record)
@@ -70,7 +71,8 @@ class TrainerFiles:
         checkpoint.remove(Path(path))
 
     def load_checkpoint(self, path: str, policy_version: int) -> None:
-        """Loads parameters and optimizer of a checkpoint, which another layout may have saved.
+        """Loads parameters and optimizer of a checkpoint, which another layout may have saved, and drops the
+        accumulated gradient.
 
         Raises ValueError for adapters of another LoRA config or of another base model, and for a file that names code.
         """
@@ -93,6 +95,7 @@ class TrainerFiles:
         if optimizers is not None:
             optimizers.load_state_dict(state["optimizer"])
             load_random_states(directory)
+        model.zero_grad()  # a gradient of the weights before says nothing about these
         self.rank.policy_version = policy_version
 
     def save_hf_model(self, path: str, eos: int, pad: int) -> None:
