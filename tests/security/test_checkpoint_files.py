@@ -113,6 +113,22 @@ def test_a_value_that_names_a_function_is_refused(tmp_path):
     assert not marker.exists()
 
 
+@pytest.mark.parametrize(
+    "spoil, reason",
+    [
+        (lambda state, file: state["model"].update(gate=torch.zeros(1)), "Missing key .* model.gate"),
+        (lambda state, file: file.unlink(), "No such file or directory: '.*__0_0.distcp'"),
+    ],
+    ids=["key", "file"],
+)
+def test_a_checkpoint_that_does_not_load_is_an_error_that_an_actor_survives(spoil, reason, tmp_path):
+    """torch's own is a `BaseException`, for which Monarch ends the actor's process."""
+    state = emptied(saved(tmp_path))
+    spoil(state, tmp_path / "__0_0.distcp")
+    with pytest.raises(RuntimeError, match=f"^checkpoint='{tmp_path}': rank 0 cannot load it: .*{reason}.*; give a "):
+        load_state(state, tmp_path)
+
+
 def test_data_outside_of_the_directory_are_refused(tmp_path):
     saved(tmp_path)
     metadata = dcp.FileSystemReader(str(tmp_path)).read_metadata()

@@ -126,11 +126,11 @@ class TrainerOperations(Protocol):
 
     @needs("model", "optimizer", "gradients")
     def load_checkpoint(self, path: str, policy_version: int) -> None:
-        """Loads parameters and optimizer."""
+        """Loads parameters and optimizer, and drops the accumulated gradient."""
 
     @needs("model")
     def load_weights(self, path: str, policy_version: int) -> None:
-        """Loads a checkpoint's parameters alone."""
+        """Loads a checkpoint's parameters alone, and drops the accumulated gradient."""
 
     @needs("model")
     def save_hf_model(self, path: str, eos: int, pad: int) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from torchtitan_rl.actors import optimizer_state
 from torchtitan_rl.actors.checkpoint_writer import CheckpointWriter, load_random_states
 from torchtitan_rl.actors.operations import VALUE_ROLES
 from torchtitan_rl.model import lora
@@ -32,14 +33,15 @@ class TrainerFiles:
         self._writer = CheckpointWriter()
 
     def init_model(self, path: str) -> None:
-        """Loads weights from a Hugging Face directory or a checkpoint, sets the policy version to 0 and resets the
-        optimizer."""
+        """Loads weights from a Hugging Face directory or a checkpoint, sets the policy version to 0, resets the
+        optimizer and drops the accumulated gradient."""
         rank = self.rank
         if (Path(path) / "config.json").exists():
             head = rank.role not in VALUE_ROLES
             hf.load_hf_weights(rank.model, rank.adapter, Path(path), rank.shape, head=head)
             if rank.config.lora is not None:  # an export has the old adapters merged in: start with B = 0
                 lora.draw_adapters(rank.model, rank.seed)
+            rank.model.zero_grad()
             rank.policy_version, self._base_fingerprint = 0, None
             rank.exchange.base_has_changed()
         else:
@@ -49,18 +51,14 @@ class TrainerFiles:
 
     def stage_checkpoint(self, path: str) -> None:
         """Copies parameters (with LoRA the adapters only), optimizer and random states to host memory, from where a
-        thread writes them below `path` as torch's distributed checkpoint. Raises RuntimeError while the checkpoint
-        before is still being written."""
+        thread writes them below `path` as torch's distributed checkpoint. An accumulated gradient is not saved, and
+        stays. Raises RuntimeError while the checkpoint before is still being written."""
         record, optimizers = self._lora_record(), self.rank.optimizers
         if dist.get_rank() == 0:
             checkpoint.write_lora(Path(path), record)
         state = {"model": self._trained(fused_state(self.rank.model))}
         if optimizers is not None:
-            fresh = not any(optimizer.state for optimizer in optimizers)
-            state["optimizer"] = optimizers.state_dict()
-            if fresh:  # torch's state_dict() created the state by a step of size zero, which must not count
-                for tensor in (s["step"] for optimizer in optimizers for s in optimizer.state.values()):
-                    tensor.zero_()
+            state["optimizer"] = optimizer_state.complete_state(optimizers)
         self._writer.stage(state, Path(path))
 
     def checkpoint_written(self) -> dict[str, list] | None:
@@ -73,7 +71,8 @@ class TrainerFiles:
         checkpoint.remove(Path(path))
 
     def load_checkpoint(self, path: str, policy_version: int) -> None:
-        """Loads parameters and optimizer of a checkpoint, which another layout may have saved.
+        """Loads parameters and optimizer of a checkpoint, which another layout may have saved, and drops the
+        accumulated gradient.
 
         Raises ValueError for adapters of another LoRA config or of another base model, and for a file that names code.
         """
@@ -86,17 +85,17 @@ class TrainerFiles:
     def _load(self, path: str, policy_version: int, *, optimizers) -> None:
         checkpoint.require_lora(Path(path), self._lora_record())
         directory, model = checkpoint.model_dir(Path(path)), self.rank.model
-        split = any(
-            name.endswith(".wq.weight") for name in saved_names(directory)
-        )  # format 1, or a model without fused weights
+        names = saved_names(directory)
+        split = any(name.endswith(".wq.weight") for name in names)  # format 1, or a model without fused weights
         state = {"model": self._trained(model.state_dict() if split else fused_state(model))}
         if optimizers is not None:
-            state["optimizer"] = optimizers.state_dict()
+            state["optimizer"] = optimizer_state.of_stepped(optimizer_state.complete_state(optimizers), names)
         load_state(state, directory)
         model.load_state_dict(state["model"], strict=self.rank.config.lora is None)
         if optimizers is not None:
             optimizers.load_state_dict(state["optimizer"])
             load_random_states(directory)
+        model.zero_grad()  # a gradient of the weights before says nothing about these
         self.rank.policy_version = policy_version
 
     def save_hf_model(self, path: str, eos: int, pad: int) -> None:

@@ -149,7 +149,7 @@ class TrainingClient(ABC):
     @abstractmethod
     async def load_checkpoint(self, path: Path, *, policy_version: int = 0, optimizer: bool = True) -> None:
         """Loads a checkpoint of any layout into the role's layout; with `optimizer=False` the weights alone. The
-        controller owns the learning-rate schedule."""
+        accumulated gradient is dropped. The controller owns the learning-rate schedule."""
 
     @abstractmethod
     async def save_hf_model(self, path: Path, *, eos: int, pad: int) -> None:

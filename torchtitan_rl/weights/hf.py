@@ -18,6 +18,7 @@ from torchtitan_rl.model import lora
 from torchtitan_rl.model.files import assets_dir
 from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.model.sharding import whole
+from torchtitan_rl.weights.saved_state import naming_failures
 
 __all__ = ["SCORE", "load_hf_weights", "full_state", "weights_misfit", "write_hf_dir"]
 
@@ -31,7 +32,7 @@ def load_hf_weights(model, adapter, directory: Path, shape: DecoderShape, *, hea
     `shape` is the model's. `head=False` is for a model with a value head, which is the head of a sequence classifier
     with one label (`score.weight`) where the directory has one, and stays unchanged elsewhere. Raises ValueError for a
     directory whose config.json is of another family or of a model that the family does not compute, and for tensors of
-    other names or sizes than the model's.
+    other names or sizes than the model's. Raises RuntimeError for a file that cannot be read to its end.
     """
     if (directory / "config.json").exists():
         shape.from_hf(directory / "config.json")
@@ -44,7 +45,8 @@ def load_hf_weights(model, adapter, directory: Path, shape: DecoderShape, *, hea
         state.pop("lm_head.weight", None)
         if SCORE in reader.read_metadata().state_dict_metadata:
             state[SCORE] = state_dict["lm_head.weight"]
-    dcp.load(state, storage_reader=reader)
+    with naming_failures(directory):
+        dcp.load(state, storage_reader=reader)
     value_head = state.pop(SCORE, None)
     read = adapter.from_hf(state)
     if not head:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -19,7 +21,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-__all__ = ["load_state", "saved_names", "saved_sizes"]
+__all__ = ["load_state", "naming_failures", "saved_names", "saved_sizes"]
 
 _CLASSES = {
     "collections": {"OrderedDict"},
@@ -50,15 +52,31 @@ def saved_sizes(directory: Path) -> dict[str, tuple[int, ...]]:
 
 def load_state(state: dict[str, Any], directory: Path) -> None:
     """Fills the tensors and values of `state` from a distributed checkpoint, which another layout may have saved. Every
-    rank of a mesh makes the call. Raises ValueError as `saved_names` does."""
+    rank of a mesh makes the call. Raises ValueError as `saved_names` does, RuntimeError as `naming_failures` does."""
     reader = _Reader(str(directory))
     reader.read_metadata()  # on every rank: torch would tell the others of the first rank's failure only
+    with naming_failures(directory):
+        try:
+            dcp.load(state, storage_reader=reader, planner=_Planner())
+        except CheckpointException as error:
+            if refused := next((e for e, _ in error.failures.values() if isinstance(e, ValueError)), None):
+                raise ValueError(str(refused)) from error
+            raise
+
+
+@contextmanager
+def naming_failures(directory: Path) -> Iterator[None]:
+    """The block that lets torch load a distributed checkpoint. Raises RuntimeError with the first rank's failure in the
+    place of torch's `CheckpointException`. That is no `Exception`, so an actor that lets it through ends."""
     try:
-        dcp.load(state, storage_reader=reader, planner=_Planner())
+        yield
     except CheckpointException as error:
-        if refused := next((e for e, _ in error.failures.values() if isinstance(e, ValueError)), None):
-            raise ValueError(str(refused)) from error
-        raise
+        rank, (failure, _) = min(error.failures.items(), key=lambda of_rank: of_rank[0])
+        reason = str(failure) or type(failure).__name__
+        raise RuntimeError(
+            f"checkpoint={str(directory)!r}: rank {rank} cannot load it: {reason[:1000]}; give a checkpoint of this "
+            "model whose files are all there and whole"
+        ) from error
 
 
 class _Reader(dcp.FileSystemReader):

@@ -10,6 +10,7 @@ from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.launch.choice import backend_of
 from torchtitan_rl.model.spec import build_spec
 from torchtitan_rl.tasks.letter_sort import LetterSort
+from torchtitan_rl.weights import hf
 from torchtitan_rl.weights.hf import load_hf_weights, weights_misfit, write_hf_dir
 
 
@@ -71,6 +72,20 @@ def test_weights_of_another_model_are_refused_by_name(change, message, qwen2):
     assert text.startswith(f"weights={str(directory)!r}: {message}") and text.endswith("of these sizes")
     assert ("and 15 more" in text) == message.startswith("20")
     assert weights_misfit(ModelConfig(assets=str(directory), shape=shape)) == text  # before anything is built
+
+
+def test_a_file_that_is_lost_after_its_header_was_read_is_an_error_that_an_actor_survives(qwen2, monkeypatch):
+    """torch's own is a `BaseException`, for which Monarch ends the actor's process."""
+    model, adapter, shape, directory = qwen2
+    read_data = hf.HuggingFaceStorageReader.read_data
+
+    def lost(self, plan, planner):
+        (directory / "model.safetensors").unlink()
+        return read_data(self, plan, planner)
+
+    monkeypatch.setattr(hf.HuggingFaceStorageReader, "read_data", lost)
+    with pytest.raises(RuntimeError, match=f"^checkpoint='{directory}': rank 0 cannot load it: No such file.*; give a"):
+        load_hf_weights(model, adapter, directory, shape)
 
 
 def test_a_run_is_refused_before_its_processes_start(qwen2):
