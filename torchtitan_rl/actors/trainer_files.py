@@ -16,7 +16,7 @@ from torchtitan_rl.actors.operations import VALUE_ROLES
 from torchtitan_rl.model import lora
 from torchtitan_rl.model.files import assets_dir, has_weights, write_model_dir
 from torchtitan_rl.model.module_state import fused_state
-from torchtitan_rl.model.sharding import plain_name
+from torchtitan_rl.model.sharding import plain_name, whole
 from torchtitan_rl.weights import checkpoint, hf, peft
 from torchtitan_rl.weights.saved_state import load_state, saved_names
 
@@ -103,12 +103,14 @@ class TrainerFiles:
         head becomes a sequence classifier with one label, as `AutoModelForSequenceClassification` reads it."""
         rank, classifier = self.rank, self.rank.role in VALUE_ROLES
         state, adapters = rank.exchange.base_and_adapters()
-        state = hf.full_state(state)
-        if dist.get_rank() == 0:
-            state = {name: lora.merge(name, tensor, adapters) for name, tensor in state.items()}
-            tokenizer_dir = assets_dir(rank.model_config)
-            write_model_dir(Path(path), rank.shape, tokenizer_dir, eos=eos, pad=pad, classifier=classifier)
-            hf.write_hf_dir(state, rank.adapter, Path(path), classifier=classifier)
+        if dist.get_rank():
+            for tensor in state.values():
+                whole(tensor)  # collective: every rank takes part, rank 0 uses the result
+            return
+        merged = {name: lora.merge(name, whole(tensor).cpu(), adapters) for name, tensor in state.items()}
+        tokenizer_dir = assets_dir(rank.model_config)
+        write_model_dir(Path(path), rank.shape, tokenizer_dir, eos=eos, pad=pad, classifier=classifier)
+        hf.write_hf_dir(merged, rank.adapter, Path(path), classifier=classifier)
 
     def save_adapter(self, path: str) -> None:
         """Writes the adapters as a directory that PEFT loads. Raises ValueError without LoRA."""

@@ -125,8 +125,13 @@ def full_state(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def write_hf_dir(state: dict[str, torch.Tensor], adapter, directory: Path, *, classifier: bool = False) -> None:
     """Adds `model.safetensors` with Hugging Face's names to a directory made by `write_model_dir`. `classifier`: the
     head is that of a sequence classifier."""
-    tensors = {name: tensor.contiguous().clone() for name, tensor in adapter.to_hf(state).items()}
+    tensors, places = adapter.to_hf(state), set()
     if classifier:
         tensors.pop("lm_head.weight", None)
-        tensors[SCORE] = state["lm_head.weight"].contiguous().clone()
+        tensors[SCORE] = state["lm_head.weight"]
+    for name, tensor in tensors.items():
+        tensors[name] = tensor.contiguous()
+        if tensor.data_ptr() in places:  # two names of one tensor, which safetensors refuses
+            tensors[name] = tensor.clone()
+        places.add(tensor.data_ptr())
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})

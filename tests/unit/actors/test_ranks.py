@@ -1,5 +1,6 @@
 """What ranks answer has left the device: another process has none, or another one."""
 
+import weakref
 from types import SimpleNamespace
 
 import torch
@@ -41,6 +42,24 @@ def test_so_are_a_trainers_gradients_and_none_stays_none():
     model = SimpleNamespace(named_parameters=parameters.items)
     answer = TrainerFiles(SimpleNamespace(model=model)).gradients()
     assert answer["a"].tolist() == [3.0] and answer["b"] is None
+
+
+def test_ranks_that_do_not_write_an_export_drop_each_whole_tensor_before_the_next(monkeypatch, tmp_path):
+    gathered = []
+
+    class Sharded:
+        """A tensor of which every rank makes a whole copy; asserts that none of the copies before is left."""
+
+        def detach(self):
+            assert not any(copy() is not None for copy in gathered)
+            whole = torch.zeros(2)
+            gathered.append(weakref.ref(whole))
+            return whole
+
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    exchange = SimpleNamespace(base_and_adapters=lambda: ({name: Sharded() for name in "abc"}, {}))
+    TrainerFiles(SimpleNamespace(role="policy", exchange=exchange)).save_hf_model(str(tmp_path / "export"), 1, 0)
+    assert len(gathered) == 3 and not (tmp_path / "export").exists()
 
 
 class Store:

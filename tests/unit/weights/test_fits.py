@@ -1,5 +1,7 @@
 """Weights of another model than the config's are refused by name before they are read."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -72,6 +74,21 @@ def test_weights_of_another_model_are_refused_by_name(change, message, qwen2):
     assert text.startswith(f"weights={str(directory)!r}: {message}") and text.endswith("of these sizes")
     assert ("and 15 more" in text) == message.startswith("20")
     assert weights_misfit(ModelConfig(assets=str(directory), shape=shape)) == text  # before anything is built
+
+
+def test_only_a_second_name_of_a_tensor_costs_memory_to_write(tmp_path, monkeypatch):
+    """A whole model in host memory is as much as many hosts have."""
+    embedding, norm = torch.ones(3, 2), torch.arange(4.0)
+    state = {"embedding": embedding, "head": embedding, "norm": norm, "turned": torch.arange(6.0).view(3, 2).T}
+    written, save_file = {}, hf.save_file
+    monkeypatch.setattr(hf, "save_file", lambda tensors, *args, **named: written.update(tensors) or save_file(
+        tensors, *args, **named
+    ))  # fmt: skip
+    write_hf_dir(state, SimpleNamespace(to_hf=dict), tmp_path)
+    shared = {name for name, tensor in written.items() if tensor.data_ptr() == state[name].data_ptr()}
+    assert shared == {"embedding", "norm"}
+    read = load_file(tmp_path / "model.safetensors")
+    assert read.keys() == state.keys() and all(torch.equal(read[name], tensor) for name, tensor in state.items())
 
 
 def test_a_file_that_is_lost_after_its_header_was_read_is_an_error_that_an_actor_survives(qwen2, monkeypatch):
