@@ -14,7 +14,7 @@ import torch
 from torchtitan_rl.actors.operations import GeneratorOperations, Operation
 from torchtitan_rl.dispatch.placement import Placement
 from torchtitan_rl.dispatch.recorded_routes import RecordedRoutes
-from torchtitan_rl.dispatch.repair import PlaceGone, Repair, TooManyRestarts, catch_up, end
+from torchtitan_rl.dispatch.repair import PlaceGone, Repair, TooManyRestarts, catch_up, end, released
 from torchtitan_rl.dispatch.replica import Replica, ReplicaLost, VersionRefused
 from torchtitan_rl.dispatch.role_mesh import RoleMesh, describe
 from torchtitan_rl.dispatch.router import Router
@@ -152,6 +152,8 @@ class MeshSamplingClient(SamplingClient):
     # Versions.
 
     async def pull(self, version: int) -> None:
+        if self._closed:
+            raise RuntimeError(_CLOSED)
         if self._repair is not None and not self._probed:
             self._begin_probing(self._repair)
         async with self._turn(GeneratorOperations.load):
@@ -438,7 +440,7 @@ class MeshSamplingClient(SamplingClient):
         self._start(self._abandon(replica) if repair is None else self._replace(index, repair))
 
     async def _abandon(self, replica: Replica) -> None:
-        await replica.release()
+        await released(replica)
         await end(replica.mesh)
 
     async def _replace(self, index: int, repair: Repair) -> None:
@@ -446,10 +448,7 @@ class MeshSamplingClient(SamplingClient):
         run has left with it."""
         lost = self._replicas[index]
         try:
-            try:
-                await lost.release()
-            except Exception:
-                logger.warning("%s: what it held was not released", lost.mesh.role, exc_info=True)
+            await released(lost)
             self._replicas[index] = await repair.replacement(lost, partial(self._new_replica, index))
         except TooManyRestarts as error:
             self._no_repair = str(error)

@@ -10,9 +10,9 @@ from collections.abc import Awaitable, Callable
 
 from torchtitan_rl.actors.operations import GeneratorOperations
 from torchtitan_rl.dispatch.replica import Replica, ReplicaLost
-from torchtitan_rl.dispatch.role_mesh import RoleMesh, WorkerLost
+from torchtitan_rl.dispatch.role_mesh import RoleMesh, WorkerLost, describe
 
-__all__ = ["PlaceGone", "Repair", "TooManyRestarts", "catch_up", "end"]
+__all__ = ["PlaceGone", "Repair", "TooManyRestarts", "catch_up", "end", "released"]
 
 logger = logging.getLogger(__name__)
 
@@ -72,12 +72,15 @@ class Repair:
             try:
                 replica = build(await self._start(role))
                 await catch_up(replica)
-            except (RuntimeError, ValueError, ReplicaLost) as error:
-                reason = str(error)
-                if replica is not None:
-                    await replica.release()  # it may hold a version that was served when it began to catch up
+            except Exception as error:
+                foreseen = isinstance(error, (RuntimeError, ValueError, ReplicaLost))
+                reason = str(error) if foreseen else describe(error)
                 event = {"event": "replica_not_replaced", "who": role}
-                logger.warning("%s: its replacement did not start: %s", role, reason, extra=event)
+                logger.warning(
+                    "%s: its replacement did not start: %s", role, reason, extra=event, exc_info=not foreseen
+                )
+                if replica is not None:
+                    await released(replica)  # it may hold a version that was served when it began to catch up
                 continue
             event = {"event": "replica_replaced", "who": role}
             logger.warning("%s: replaced after %.1f s", role, self._clock() - began, extra=event)
@@ -123,6 +126,14 @@ async def catch_up(replica: Replica) -> None:
         except (RuntimeError, ValueError):
             if replica.versions.served == served:  # else the version was deleted when the next one was published
                 raise
+
+
+async def released(replica: Replica) -> None:
+    """Gives up the versions that a lost replica holds. What fails is logged: its processes have to end all the same."""
+    try:
+        await replica.release()
+    except Exception:
+        logger.warning("%s: the versions that it held are not given up", replica.mesh.role, exc_info=True)
 
 
 async def end(mesh: RoleMesh) -> None:

@@ -130,8 +130,8 @@ def write_hf_dir(state: dict[str, torch.Tensor], adapter, directory: Path, *, cl
         tensors.pop("lm_head.weight", None)
         tensors[SCORE] = state["lm_head.weight"]
     for name, tensor in tensors.items():
-        tensors[name] = tensor.contiguous()
-        if tensor.data_ptr() in places:  # two names of one tensor, which safetensors refuses
-            tensors[name] = tensor.clone()
-        places.add(tensor.data_ptr())
+        dense = tensor.contiguous()
+        # safetensors refuses two names of one tensor, such as a tied head.
+        tensors[name] = dense.clone() if dense.data_ptr() in places else dense
+        places.add(dense.data_ptr())
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})

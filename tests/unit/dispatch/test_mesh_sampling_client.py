@@ -431,19 +431,52 @@ async def test_a_client_that_is_closed_takes_no_request_sends_none_and_replaces_
     assert not mesh.sampled and not starts and not client._tasks and not caplog.records
 
 
-async def test_a_replacement_that_fails_in_an_unforeseen_way_is_a_reason_to_end_and_is_logged(caplog):
+async def test_a_replacement_that_fails_in_an_unforeseen_way_counts_and_is_logged(caplog):
+    outcomes = [KeyError("no such host"), Mesh("generator-0")]
+
     async def start(role):
-        raise KeyError("no such host")
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
     meshes, versions, client = client_of(2, Repair(start, **LIMITS))
     await client.pull(await versions.publish())
     meshes[0].broken["sample"] = died("generator-0", "sample")
     await sample_all(client, [[1], [2]])
     await settle()
+    assert client.health() == {"generator-0": "healthy", "generator-1": "healthy"} and client.num_restarts == 2
+    assert "its replacement did not start: KeyError: 'no such host'" in caplog.text and "Traceback" in caplog.text
+    client.close()
+
+
+async def test_a_place_that_cannot_be_asked_about_is_a_reason_to_end_and_is_logged(caplog):
+    async def gone(role):
+        raise KeyError(role)
+
+    meshes, versions, client = client_of(2, Repair(None, gone=gone, **LIMITS))
+    await client.pull(await versions.publish())
+    meshes[0].broken["sample"] = died("generator-0", "sample")
+    await sample_all(client, [[1], [2]])
+    await settle()
     (answer,) = await sample_all(client, [[3]])
-    assert isinstance(answer, RuntimeError) and "generator-0 was not replaced: KeyError: 'no such host'" in str(answer)
+    assert isinstance(answer, RuntimeError) and "generator-0 was not replaced: KeyError: 'generator-0'" in str(answer)
     assert "generator-0: is not replaced" in caplog.text and "Traceback" in caplog.text
     client.close()
+
+
+async def test_processes_of_a_lost_replica_end_though_its_versions_cannot_be_given_up(caplog, monkeypatch):
+    meshes, versions, client = client_of(2)
+    await client.pull(await versions.publish())
+
+    async def fails():
+        raise KeyError("store")
+
+    monkeypatch.setattr(client._replicas[0], "release", fails)
+    meshes[0].broken["sample"] = died("generator-0", "sample")
+    await sample_all(client, [[1], [2]])
+    await settle()
+    assert meshes[0].aborted == [0, 1] and "the versions that it held are not given up" in caplog.text
 
 
 async def test_a_completion_says_what_altered_its_distribution():

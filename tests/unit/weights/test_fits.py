@@ -80,10 +80,13 @@ def test_only_a_second_name_of_a_tensor_costs_memory_to_write(tmp_path, monkeypa
     """A whole model in host memory is as much as many hosts have."""
     embedding, norm = torch.ones(3, 2), torch.arange(4.0)
     state = {"embedding": embedding, "head": embedding, "norm": norm, "turned": torch.arange(6.0).view(3, 2).T}
-    written, save_file = {}, hf.save_file
-    monkeypatch.setattr(hf, "save_file", lambda tensors, *args, **named: written.update(tensors) or save_file(
-        tensors, *args, **named
-    ))  # fmt: skip
+    written = {}
+
+    def noted(tensors, *args, **named):
+        written.update(tensors)
+        save_file(tensors, *args, **named)
+
+    monkeypatch.setattr(hf, "save_file", noted)
     write_hf_dir(state, SimpleNamespace(to_hf=dict), tmp_path)
     shared = {name for name, tensor in written.items() if tensor.data_ptr() == state[name].data_ptr()}
     assert shared == {"embedding", "norm"}
