@@ -1,6 +1,6 @@
 """A model as judge: the quickstart's model trains on the verdicts of another model; the exact answer is measured
 and does not train (`reward/part_exact_mean`, `eval/reward_part_exact_mean`): .074 of the validation tasks after the
-warm start, .648 at the end on one processor, 0 on another, whose judge the policy deceived (docs/rewards.md).
+warm start, .648 at the end of one run, 0 of another, whose judge the policy deceived (docs/rewards.md).
 
 First make the judge, serve it, then train::
 

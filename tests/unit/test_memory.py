@@ -183,6 +183,20 @@ def test_a_generator_by_hand():
     assert generator_parts(config, QWEN3_0_6B)["weights"] == 2 * whole + (596_049_920 - whole)
 
 
+def test_a_head_in_float32_by_hand():
+    """Logits of a chunk in float32 and their gradient in bfloat16 on a GPU, a packed copy of the head on a CPU."""
+    config = trainer(tokens=16_384, logprob_chunk_mib=2048)
+    assert working_parts(config, QWEN3_0_6B)["logits"] == 2**30
+    assert working_parts(config, QWEN3_0_6B, float32_head=True)["logits"] == 2**31 + 2**30
+    generator = GeneratorConfig(dtype="bfloat16")
+    packed = [
+        generator_parts(generator, QWEN3_0_6B, "cpu", float32_head=value).get("packed", 0) for value in (False, True)
+    ]
+    of_head = 4 if packed[0] == 0 else 4 - 2  # a processor without packed products of bfloat16 has no copy otherwise
+    assert packed[1] - packed[0] == of_head * 151_936 * 1024
+    assert "packed" not in generator_parts(generator, QWEN3_0_6B, "cuda", float32_head=True)
+
+
 # Against real tensors.
 
 

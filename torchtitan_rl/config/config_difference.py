@@ -59,7 +59,7 @@ _HARMLESS = (
 data the run sees."""
 
 
-_FUTURE = (*_HARMLESS, "algorithm.", "sampling.", "generator.", "task.reward", "task.reward.")
+_FUTURE = (*_HARMLESS, *("algorithm.", "sampling.", "generator.", "model.float32_head", "task.reward", "task.reward."))
 """Fields that decide how a run goes on and neither what it drew before nor what its checkpoints hold."""
 _BATCHES = ("algorithm.max_policy_lag", "algorithm.batch_order", "algorithm.tasks_per_step")
 """Fields that say which draws make a batch. A checkpoint's counts are of batches that were made so."""

@@ -46,5 +46,5 @@ class ModelConfig:
     """True refuses to start from random weights: `assets` must hold safetensors."""
     float32_head: bool = False
     """True: trainers and generators compute logits in float32 where the model is in bfloat16, from the same hidden
-    states and head. Logits of bfloat16 have 8 bits each, which is often most of the mismatch of trainer and generator;
-    see docs/numerics.md."""
+    states and head. Logits of bfloat16 have 8 bits each, a large part of the mismatch of trainer and generator; see
+    docs/numerics.md."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_rl.config.config_difference import differences, is_harmless
+from torchtitan_rl.config.config_difference import changes_future_only, differences, is_harmless
 from torchtitan_rl.config.derive import settled
 from torchtitan_rl.config.load import load_config
 from torchtitan_rl.config.resolve import flat, resolved
@@ -23,6 +23,11 @@ def changed(change) -> dict:
     before, now = config(), config()
     change(now)
     return differences(json.loads(json.dumps(resolved(before))), resolved(now))
+
+
+def test_a_fork_may_compute_its_logits_otherwise_and_has_the_models_sizes():
+    assert changes_future_only("model.float32_head") and not is_harmless("model.float32_head")
+    assert not changes_future_only("model.shape.dim")
 
 
 def test_equal_configs_do_not_differ():

@@ -55,6 +55,8 @@ class Plan:
 
     def require_own(self) -> None:
         """Raises ValueError where the directory holds another sweep or something else."""
+        if self.directory.exists() and not self.directory.is_dir():
+            raise ValueError(f"output_dir={str(self.directory)!r}: is a file; give a directory")
         # Listed before the file is read: another process of the sweep may begin now, and writes other files after it.
         names = [path.name for path in self.directory.iterdir()] if self.directory.is_dir() else []
         try:

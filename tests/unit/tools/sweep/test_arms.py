@@ -106,6 +106,8 @@ def test_a_directory_belongs_to_one_sweep(tmp_path):
     (tmp_path / "other" / "notes.txt").touch()
     with pytest.raises(ValueError, match="holds files that belong to no sweep"):
         plan(tmp_path / "other").require_own()
+    with pytest.raises(ValueError, match="notes.txt': is a file; give a directory"):
+        plan(tmp_path / "other" / "notes.txt").require_own()
     with locked(first.directory, [0]), locked(first.directory, [1]):  # two processes with a seed each
         with pytest.raises(ValueError, match="a sweep is at work there, on seed 1"), locked(first.directory, [1]):
             pass
