@@ -48,7 +48,7 @@ async def measure(controller: Controller, noise: float, directory: Path) -> dict
         with_noise(directory, noise)
         await controller.generator.load_hf(str(directory), version=controller.policy_version)
     groups = (await controller.batches.next_batch()).groups
-    line: dict = {"noise": noise}
+    line: dict = {"noise": noise, "seed": controller.config.seed}
     for mode in _MODES:
         data = to_datums(groups, dataclasses.replace(controller.config.algorithm, expert_routing=mode))
         output = await controller.trainer.forward_backward(data, importance_sampling)
@@ -64,12 +64,13 @@ async def main() -> None:
     parser.add_argument("--noise", type=float, nargs="*", default=[0.0])
     parser.add_argument("--tasks", type=int, default=64)
     parser.add_argument("--supervised-steps", type=int, default=150)
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--trainer-ranks", type=int, default=2)
     parser.add_argument("--generator-ranks", type=int, default=2, help="1: everything in this process")
     args = parser.parse_args()
     config = load_config(str(_CONFIG))
     config.supervised.num_steps, config.algorithm.tasks_per_step = args.supervised_steps, args.tasks
-    config.algorithm.expert_routing = "replay"
+    config.algorithm.expert_routing, config.seed = "replay", args.seed
     config.generator.dtype, config.generator.tensor_parallel_degree = "bfloat16", args.generator_ranks
     config.controller.reward_timeout_s = config.controller.hang_timeout_s = config.generator.hang_timeout_s = 3600
     config.controller.start_timeout_s = config.controller.call_timeout_s = config.controller.sample_timeout_s = 3600

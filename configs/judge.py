@@ -1,12 +1,15 @@
 """A model as judge: the quickstart's model trains on the verdicts of another model; the exact answer is measured
 and does not train (`reward/part_exact_mean`, `eval/reward_part_exact_mean`): .074 of the validation tasks after the
-warm start, .648 at the end of one run, 0 of another, whose judge the policy deceived (docs/rewards.md).
+warm start, .648 at the end of one run.
 
 First make the judge, serve it, then train::
 
     torchtitan-rl train configs/letter_sort_judge.py
     torchtitan-rl serve runs/letter_sort_judge/checkpoints/step-0 --dtype float32 --kv-cache-gib 0.25 --max-model-len 64
     torchtitan-rl train configs/judge.py
+
+The judge solves each task before its verdict, and a KL keeps the policy near its warm start. Without either the policy
+finds answers that deceive the judge (docs/rewards.md).
 
 A group with a verdict that cannot be read is dropped, with the reason in the log; `failure/reward` counts them.
 
@@ -15,12 +18,12 @@ Differs from the quickstart:
 - task.max_letters: 4, not 6
 - task.correct_demonstrations: 0.1, not 0.0; a verdict gives nothing for a part of the answer
 - task.reward: Rewards(functions={"judge": HttpJudge(base_url="http://127.0.0.1:8000/v1", model="policy",
-  prompt="{prompt}{completion}?", parse=Verdict(scores={"y": 1.0, "n": 0.0}), concurrency=256,
-  request={"temperature": 0.0, "max_tokens": 4}, chat=False), "exact": exact}, weights={"judge": 1.0, "exact": 0.0}),
-  not None
-- supervised.num_steps: 150, not 300
+  prompt="{prompt}{completion}?", parse=verdict, concurrency=256, request={"temperature": 0.0, "max_tokens": 12},
+  chat=False), "exact": exact}, weights={"judge": 1.0, "exact": 0.0}), not None
 - algorithm.tasks_per_step: 16, not 32
 - algorithm.on_rollout_failure: "drop_group", not "fail"
+- algorithm.kl_coef: 0.1, not 0.0
+- roles.reference: RoleConfig(), not None
 - controller.num_steps: 60, not 160
 """
 
@@ -39,15 +42,20 @@ def exact(task, completions):
     return [float(completion == task.answer) for completion in completions]
 
 
+def verdict(text):
+    """The word after the judge's own answer, as in `cisyz:n`."""
+    return Verdict({"y": 1.0, "n": 0.0})(text.rpartition(":")[2])
+
+
 def config() -> rl.RunConfig:
     judge = HttpJudge(
         base_url="http://127.0.0.1:8000/v1",
         model="policy",
         chat=False,
         prompt="{prompt}{completion}?",
-        parse=Verdict({"y": 1.0, "n": 0.0}),
+        parse=verdict,
         concurrency=256,
-        request={"temperature": 0.0, "max_tokens": 4},
+        request={"temperature": 0.0, "max_tokens": 12},
     )
     config = rl.RunConfig(
         name="judge",
@@ -59,7 +67,7 @@ def config() -> rl.RunConfig:
         ),
         model=rl.ModelConfig(assets="chars", shape=SHAPE),
         supervised=rl.SupervisedConfig(
-            num_steps=150,
+            num_steps=300,
             batch_size=64,
             lr=3e-3,
             betas=(0.9, 0.99),
@@ -69,6 +77,7 @@ def config() -> rl.RunConfig:
             tasks_per_step=16,
             reduction=reductions.token_mean,
             on_rollout_failure="drop_group",
+            kl_coef=0.1,
             schedule=rl.ScheduleConfig(decay="linear", warmup_steps=5, final_factor=0.1),
         ),
         controller=rl.ControllerConfig(num_steps=60, eval_every=20, eval_tasks=256, test_tasks=512, pass_at_k=8),
@@ -76,5 +85,6 @@ def config() -> rl.RunConfig:
         trainer=rl.TrainerConfig(optimizer=rl.AdamWConfig(lr=1e-3, betas=(0.9, 0.99)), max_tokens_per_microbatch=16384),
         generator=rl.GeneratorConfig(dtype="float32", max_model_len=64, max_num_seqs=512, kv_cache_gib=0.25),
     )
+    config.roles.reference = rl.RoleConfig()
     config.trainer.training.seq_len = 64
     return config

@@ -1,4 +1,5 @@
-"""A judge for `configs/judge.py`: a small Qwen3 that reads a task with an answer, `szyci=cisyz?`, and says `y` or `n`.
+"""A judge for `configs/judge.py`: a small Qwen3 that reads a task with an answer, `szyci=ciszy?`, solves the task itself
+and then says `y` or `n`: `cisyz:n`.
 
 Learns from demonstrations; there is no reinforcement. Writes `runs/letter_sort_judge`.
 """
@@ -12,12 +13,16 @@ from torchtitan_rl.tasks.family import stable_hash
 from torchtitan_rl.tasks.letter_sort import LetterSort, made_up_answer
 
 SHAPE = rl.Qwen3Shape(
-    vocab_size=64, dim=64, n_layers=3, n_heads=2, n_kv_heads=1, head_dim=32, hidden_dim=192, max_seq_len=512
+    vocab_size=64, dim=128, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=32, hidden_dim=384, max_seq_len=512
 )
 
 
 class LetterSortVerdicts:
-    """Letter sort's tasks with made-up answers, to be called right or wrong."""
+    """Letter sort's tasks with made-up answers, to be called right or wrong after the judge's own answer.
+
+    A judge that gives a verdict at once learns what wrong answers look like, and a policy finds one that does not look
+    wrong. One that first solves the task compares.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config:
@@ -39,10 +44,15 @@ class LetterSortVerdicts:
         task = self.answered.task(split, index)
         answer = made_up_answer(task, random.Random(stable_hash(self.name, task.id)))
         verdict = "y" if answer == task.answer else "n"
-        return Task(id=f"verdict/{task.id}", prompt=f"{task.prompt}{answer}?", answer=verdict, demonstration=verdict)
+        return Task(
+            id=f"verdict/{task.id}",
+            prompt=f"{task.prompt}{answer}?",
+            answer=verdict,
+            demonstration=f"{task.answer}:{verdict}",
+        )
 
     def reward(self, task, completions):
-        return [float(completion == task.answer) for completion in completions]
+        return [float(completion.rpartition(":")[2] == task.answer) for completion in completions]
 
 
 def config() -> rl.RunConfig:
@@ -58,7 +68,7 @@ def config() -> rl.RunConfig:
             schedule=rl.ScheduleConfig(decay="cosine", warmup_steps=20),
         ),
         controller=rl.ControllerConfig(num_steps=0, test_tasks=512, pass_at_k=0),
-        sampling=rl.SamplingConfig(max_prompt_tokens=16, max_tokens=4),
+        sampling=rl.SamplingConfig(max_prompt_tokens=16, max_tokens=8),
         trainer=rl.TrainerConfig(max_tokens_per_microbatch=16384),
         generator=rl.GeneratorConfig(dtype="float32", max_model_len=64, max_num_seqs=512, kv_cache_gib=0.25),
         output_dir="runs/letter_sort_judge",

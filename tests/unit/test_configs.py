@@ -90,11 +90,6 @@ OTHERS = {  # files that are no variants of the quickstart, and so do not say ho
 - generator.kv_cache_gib: 16.0, not 0.25""",
     "letter_sort_judge": """
 - task: LetterSortVerdicts.Config(), not LetterSort.Config()
-- model.shape.dim: 64, not 128
-- model.shape.n_layers: 3, not 4
-- model.shape.n_heads: 2, not 4
-- model.shape.n_kv_heads: 1, not 2
-- model.shape.hidden_dim: 192, not 384
 - supervised.num_steps: 800, not 300
 - algorithm.tasks_per_step: 16, not 32
 - algorithm.advantage_fn: group_centered, not grpo
@@ -104,7 +99,7 @@ OTHERS = {  # files that are no variants of the quickstart, and so do not say ho
 - algorithm.schedule.final_factor: 0.0, not 0.1
 - controller.num_steps: 0, not 160
 - controller.pass_at_k: 0, not 8
-- sampling.max_tokens: 4, not 12
+- sampling.max_tokens: 8, not 12
 - trainer.optimizer.lr: 1e-05, not 0.001
 - trainer.optimizer.betas: (0.9, 0.95), not (0.9, 0.99)
 - output_dir: "runs/letter_sort_judge", not \"\"""",

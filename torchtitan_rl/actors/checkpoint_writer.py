@@ -52,11 +52,7 @@ class CheckpointWriter:
 
     def _write(self, staged: Any, random_states: dict[str, torch.Tensor], directory: Path) -> dict[str, list]:
         rank = dist.get_rank()
-        directory.mkdir(parents=True, exist_ok=True)
-        file = _random_file(directory)
-        torch.save(random_states, file)
-        with open(file, "rb") as f:
-            os.fsync(f.fileno())
+        file = self._write_random_states(random_states, directory)
         # With several ranks no rank may leave the others waiting: torch gathers what failed.
         alone, free, needed = self._group is None, shutil.disk_usage(directory).free, _nbytes(staged)
         if alone and free < needed:
@@ -70,6 +66,25 @@ class CheckpointWriter:
             raise OSError(f"{directory}: {cause} ({free} bytes are free on its file system)") from error
         mine = [file, *directory.glob(f"__{rank}_*.distcp"), *(directory.glob(".metadata") if rank == 0 else ())]
         return checkpoint.checksums(directory.parent, mine)
+
+    def _write_random_states(self, states: dict[str, torch.Tensor], directory: Path) -> Path:
+        """The file of this rank. Raises OSError on every rank where one of them failed: the others would wait for it in
+        the collective that follows."""
+        file, problem = _random_file(directory), ""
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            torch.save(states, file)
+            with open(file, "rb") as f:
+                os.fsync(f.fileno())
+        except (OSError, RuntimeError) as error:  # torch's writer of zip files raises RuntimeError for a full disk
+            problem = f"{file}: {error}"
+        problems = [problem]
+        if self._group is not None:
+            problems = [""] * dist.get_world_size()
+            dist.all_gather_object(problems, problem, group=self._group)
+        if any(problems):
+            raise OSError("; ".join(filter(None, problems)))
+        return file
 
 
 def _nbytes(state: dict[str, Any]) -> int:

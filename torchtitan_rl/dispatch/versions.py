@@ -150,15 +150,14 @@ class PolicyVersions:
 
     async def save(self, version: int, file: Path) -> None:
         """Writes the parameters of a published version as safetensors, by torchtitan's names, in the generators' dtype;
-        of adapters also the name of their base."""
-        manifest, payload = await self._store.fetch(version, verify=self._config.verify)
-        tensors, places = layout.read(payload, manifest), set()
-        for name, tensor in tensors.items():
-            if tensor.data_ptr() in places:  # a tied head, which a file holds once more
-                tensors[name] = tensor.clone()
-            places.add(tensor.data_ptr())
-        metadata = {_BASE: manifest.base} if manifest.base else None
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, str(file), metadata)
+        of adapters also the name of their base. Raises ValueError for a version that is not published."""
+        self.pin(version, "writing")  # its memory is the trainer's, which uses it again once the version is discarded
+        try:
+            manifest, payload = await self._store.fetch(version, verify=self._config.verify)
+            # In a thread: gigabytes to disk, while replicas and clients wait for this loop.
+            await asyncio.to_thread(_write, layout.read(payload, manifest), manifest.base, file)
+        finally:
+            await self.release(version, "writing")
 
     async def publish_file(self, version: int, file: Path, holder: str) -> None:
         """Publishes, as `version`, parameters that `save` wrote, and pins the version for `holder`. A version that is
@@ -167,7 +166,7 @@ class PolicyVersions:
             try:
                 with safe_open(str(file), "pt") as opened:
                     base = (opened.metadata() or {}).get(_BASE, "")
-                tensors = load_file(str(file))
+                tensors = await asyncio.to_thread(load_file, str(file))
             except SafetensorError as error:
                 raise ValueError(f"{file}: is no safetensors file ({error}); use another one") from error
             await self._check_base(file, base)
@@ -175,10 +174,7 @@ class PolicyVersions:
             manifest = layout.plan(version, entries, None)
             manifest.base = base
             payload = torch.zeros(manifest.nbytes, dtype=torch.uint8)
-            writer = PayloadWriter(manifest, payload, verify=self._config.verify)
-            for name, tensor in tensors.items():
-                writer.add(name, tensor)
-            if not_finite := writer.finish():
+            if not_finite := await asyncio.to_thread(_fill, payload, manifest, tensors, self._config.verify):
                 raise WeightsNotFinite(NotFinite(version=version, tensor=not_finite))
             await self._store.publish(manifest, payload, handle="")
             self._holders[version] = Counter()
@@ -200,6 +196,25 @@ class PolicyVersions:
             raise ValueError(
                 f"{file}: has adapters of another base than this model's; use those that were trained on it"
             )
+
+
+def _write(tensors: dict[str, torch.Tensor], base: str, file: Path) -> None:
+    """Writes a file of tensors. `base`: what adapters belong to, empty for whole weights."""
+    places = set()
+    for name, tensor in tensors.items():
+        if tensor.data_ptr() in places:  # a tied head, which a file holds once more
+            tensors[name] = tensor.clone()
+        places.add(tensor.data_ptr())
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, str(file), {_BASE: base} if base else None)
+
+
+def _fill(payload: torch.Tensor, manifest: layout.Manifest, tensors: dict[str, torch.Tensor], verify: bool) -> str:
+    """Writes tensors into their places. Returns the name of one that is not finite, empty when all are."""
+    writer = PayloadWriter(manifest, payload, verify=verify)
+    for name, tensor in tensors.items():
+        writer.add(name, tensor)
+    return writer.finish()
 
 
 class OneVersion:

@@ -313,11 +313,17 @@ def test_adapters_are_merged_box_by_box(trainers, monkeypatch):
 
 async def test_a_store_gives_each_process_its_part_and_a_file_has_all(trainers, tmp_path):
     store = MemoryStore()
-    await store.publish(trainers(7), None, handle="")
+
+    class Trainer:
+        async def push_weights(self, *args):
+            await store.publish(trainers(7), None, handle="")
+            return 7
+
+    versions = PolicyVersions(Trainer(), store, WeightSyncConfig(), torch.bfloat16, one_host=False)
+    await versions.publish_for("test")
     check(await store.fetch(7, verify=True), 0, 1)
     store.fetcher.part = 1, 2
     check(await store.fetch(7, verify=True), 1, 2)
-    versions = PolicyVersions(None, store, WeightSyncConfig(), torch.bfloat16, one_host=False)
     store.fetcher.part = None
     await versions.save(7, tmp_path / "saved")
     saved = load_file(tmp_path / "saved")

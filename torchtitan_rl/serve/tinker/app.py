@@ -167,7 +167,7 @@ class _Routes:
 
     async def create_session(self, request: Request) -> Response:
         body = await self._parsed(request, bodies.SessionBody)
-        return _json({"type": "create_session", "session_id": _service(request).create_session(body)})
+        return _json({"type": "create_session", "session_id": await _service(request).create_session(body)})
 
     async def heartbeat(self, request: Request) -> Response:
         _service(request).session((await self._parsed(request, bodies.SessionBody)).session_id)

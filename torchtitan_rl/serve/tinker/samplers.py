@@ -181,9 +181,10 @@ class Versions:
             for version in idle[: max(0, len(idle) - self._max_published)]:
                 entry = self._entries[version]
                 if entry.file is None:
-                    entry.file, entry.spilled = self._spool / f"{version}.safetensors", True
-                    await self._versions.save(version, entry.file)
-                    entry.checksum = await asyncio.to_thread(_checksum, entry.file)
+                    file = self._spool / f"{version}.safetensors"
+                    await self._versions.save(version, file)
+                    entry.checksum = await asyncio.to_thread(_checksum, file)
+                    entry.file, entry.spilled = file, True  # not before: a file that was not written holds nothing
                 if entry.users == 0 and version in self._published:
                     del self._published[version]
                     await self._versions.release(version, _HOLDER)

@@ -53,6 +53,8 @@ class Limits:
     silent_s: float = 60.0
     """Seconds without a sign of life after which a session's models make place for one that waits; the SDK gives one
     every 10."""
+    abandoned_s: float = 86_400.0
+    """Seconds without a sign of life after which a session is finished for its client, when the owner begins one."""
     link_s: float = 3600.0
     """Seconds for which a link to weights is valid."""
     place_wait_s: float = 90.0
@@ -179,7 +181,12 @@ class Service:
 
     # Sessions.
 
-    def create_session(self, body: SessionBody) -> str:
+    async def create_session(self, body: SessionBody) -> str:
+        """Begins a session, and finishes those that were abandoned: their clients ended without `close()`."""
+        longest = time.monotonic() - self.limits.abandoned_s
+        for abandoned in [name for name, known in self.sessions.items() if known.heard < longest]:
+            if not self.sessions[abandoned].finished:
+                await self._finish(abandoned, "its client gave no sign of life")
         session_id = secrets.token_hex(8)
         self.sessions[session_id] = _Session(time.monotonic(), body.user_metadata, body.display_name)
         return session_id
@@ -207,10 +214,13 @@ class Service:
 
     async def finish(self, session_id: str) -> None:
         """Ends a session: its models leave the trainer, its sampling sessions end."""
-        session = self.session(session_id)
-        session.finished = True
+        self.session(session_id)  # refuses one that has ended
+        await self._finish(session_id, "its session was finished")
+
+    async def _finish(self, session_id: str, reason: str) -> None:
+        self.sessions[session_id].finished = True
         for model in [model for model in self.models.live.values() if model.session_id == session_id]:
-            self.models.remove(model, "its session was finished")
+            self.models.remove(model, reason)
         await self.sampling.end(session_id)
         finished = [name for name, known in self.sessions.items() if known.finished]
         for name in finished[: -self.limits.max_finished]:

@@ -1,5 +1,6 @@
 """Who gets a place in the trainer, and when: the places of clients that have gone, and those who wait."""
 
+import asyncio
 import dataclasses
 import time
 
@@ -8,6 +9,7 @@ import pytest
 from tests.kit.tinker import Trainer, served
 from torchtitan_rl.serve.errors import Refused
 from torchtitan_rl.serve.tinker.bodies import CreateModelBody, LoraBody, SessionBody
+from torchtitan_rl.serve.tinker.faults import Fault
 from torchtitan_rl.serve.tinker.service import Limits, Server
 
 
@@ -39,7 +41,7 @@ async def test_a_new_model_waits_for_the_place_of_a_client_that_has_gone(tmp_pat
     """Two sessions hold both places. One goes on giving signs of life, the other ended without `close()`."""
     server = a_server(tmp_path)
     service = server.service("")
-    alive, gone, new = (service.create_session(SessionBody()) for _ in range(3))
+    alive, gone, new = [await service.create_session(SessionBody()) for _ in range(3)]
     for session in (alive, gone):
         assert "create_model" in await answer(service, create(service, session))
     began = time.monotonic()
@@ -55,7 +57,7 @@ async def test_a_new_model_waits_for_the_place_of_a_client_that_has_gone(tmp_pat
 async def test_owners_compete_for_the_same_places(tmp_path):
     server = a_server(tmp_path, max_models=1)
     one, two = server.service("one"), server.service("two")
-    first, second = one.create_session(SessionBody()), two.create_session(SessionBody())
+    first, second = await one.create_session(SessionBody()), await two.create_session(SessionBody())
     await answer(one, create(one, first))
     request = create(two, second)
     assert await answer(two, request, 0.1) is None
@@ -67,7 +69,7 @@ async def test_owners_compete_for_the_same_places(tmp_path):
 async def test_who_waits_in_vain_is_told_so(tmp_path):
     server = a_server(tmp_path, max_models=1, silent_s=60.0, wait_s=0.3)
     service = server.service("")
-    alive, new = service.create_session(SessionBody()), service.create_session(SessionBody())
+    alive, new = await service.create_session(SessionBody()), await service.create_session(SessionBody())
     await answer(service, create(service, alive))
     result = await answer(service, create(service, new))
     assert "models=1: as many as" in result and "none became free within 0.3 s" in result
@@ -80,13 +82,13 @@ async def test_who_waits_in_vain_is_told_so(tmp_path):
 async def test_models_wait_in_the_order_in_which_they_came(tmp_path):
     server = a_server(tmp_path, max_models=1, silent_s=60.0)
     service = server.service("")
-    sessions = [service.create_session(SessionBody()) for _ in range(4)]
+    sessions = [await service.create_session(SessionBody()) for _ in range(4)]
     requests = [create(service, session) for session in sessions]
     for i, session in enumerate(sessions):
         assert "create_model" in await answer(service, requests[i], 1.0)
         assert list(service.models.live) == [f"{session}:train:0"]
         await service.finish(session)
-        newcomer = service.create_session(SessionBody())
+        newcomer = await service.create_session(SessionBody())
         if i == 0:
             late = create(service, newcomer)
     assert "create_model" in await answer(service, late, 1.0)
@@ -96,7 +98,7 @@ async def test_requests_of_a_model_are_signs_of_life_too(tmp_path):
     """A client without heartbeats that trains keeps its place."""
     server = a_server(tmp_path, max_models=1, silent_s=0.3, wait_s=1.0)
     service = server.service("")
-    training, new = service.create_session(SessionBody()), service.create_session(SessionBody())
+    training, new = await service.create_session(SessionBody()), await service.create_session(SessionBody())
     await answer(service, create(service, training))
 
     async def start(model):
@@ -115,7 +117,7 @@ async def test_the_room_for_what_waits_is_one_for_the_models_of_all_owners(tmp_p
     server.places.rooms = (dataclasses.replace(whole, whole=whole), server.places.rooms[1])
     for owner in ("alice", "bob"):
         service = server.service(owner)
-        session = service.create_session(SessionBody())
+        session = await service.create_session(SessionBody())
         await answer(service, create(service, session))
         models.append((service.models, f"{session}:train:0"))
 
@@ -131,3 +133,19 @@ async def test_the_room_for_what_waits_is_one_for_the_models_of_all_owners(tmp_p
     alices.remove(alices.model(of_alice), "its client asked for it")
     bobs.submit(of_bob, 2, start, nbytes=90)
     assert (whole.requests, whole.nbytes) == (1, 90)
+
+
+async def test_a_session_that_was_abandoned_long_ago_is_finished_when_its_owner_begins_another(tmp_path):
+    server = a_server(tmp_path)
+    server.limits = dataclasses.replace(server.limits, abandoned_s=0.2)
+    service = server.service("")
+    abandoned, alive = [await service.create_session(SessionBody()) for _ in range(2)]
+    for session in (abandoned, alive):
+        await answer(service, create(service, session))
+    await asyncio.sleep(0.25)
+    service.session(alive)
+    await service.create_session(SessionBody())
+    assert set(service.models.live) == {f"{alive}:train:0"} == set(server.places.trainer.models)
+    with pytest.raises(Fault, match="has ended"):
+        service.session(abandoned)
+    service.session(alive)

@@ -94,6 +94,30 @@ async def test_versions_beyond_the_bound_wait_on_disk_and_come_back(tmp_path):
     assert left == [4] and files == ["2.safetensors", "3.safetensors"]
 
 
+async def test_a_version_that_cannot_be_written_stays_in_the_store_until_it_can(tmp_path):
+    class FullDisk(Store):
+        full = True
+
+        async def save(self, version, file):
+            if self.full:
+                raise OSError(28, "No space left on device")
+            await super().save(version, file)
+
+    store = FullDisk()
+    versions = Versions(store, max_published=1, max_spooled=9, spool=tmp_path / "spool")
+    await versions.publish()
+    for store.next in (2, 3):
+        with pytest.raises(OSError, match="No space"):
+            await versions.publish()
+    assert sorted(store.holders) == [1, 2, 3]
+
+    store.full, store.next = False, 4
+    await versions.publish()
+    async with versions.published(1):
+        assert 1 in store.holders
+    assert store.saves[:3] == [1, 2, 3]
+
+
 async def test_a_version_in_use_is_never_pushed_out(tmp_path):
     store = Store()
     versions = Versions(store, max_published=1, max_spooled=9, spool=tmp_path / "spool")
