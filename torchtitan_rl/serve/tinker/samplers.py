@@ -16,7 +16,7 @@ from pathlib import Path
 from torchtitan_rl.dispatch.versions import PolicyVersions
 from torchtitan_rl.serve.tinker.faults import user
 from torchtitan_rl.serve.tinker.saved_states import require_intact
-from torchtitan_rl.weights.checkpoint import checksums
+from torchtitan_rl.weights.checkpoint import checksums, checksums_file
 
 __all__ = ["Turns", "Versions"]
 
@@ -87,6 +87,9 @@ class _Entry:
     """Whether the file is the server's own, not a checkpoint's."""
     checksum: list | None = None
     """Of the server's own file: bytes and xxh3."""
+    saved: str = ""
+    """What the checkpoint's own record said of its files when the version was named. A client may save other weights in
+    its place."""
     users: int = 0
 
 
@@ -129,7 +132,7 @@ class Versions:
 
     def register(self, version: int, file: Path) -> None:
         """Adds a version that is on disk."""
-        self._entries.setdefault(version, _Entry(file))
+        self._entries.setdefault(version, _Entry(file, saved=_record(file)))
 
     @asynccontextmanager
     async def published(self, version: int) -> AsyncIterator[None]:
@@ -158,6 +161,11 @@ class Versions:
     async def _require_intact(self, version: int, entry: _Entry) -> None:
         """Raises Fault where a version's file is not what was written."""
         if not entry.spilled:
+            if _record(entry.file) != entry.saved:
+                raise user(
+                    f"version={version}: other weights were saved in place of its checkpoint; create a sampling client "
+                    "again, from the saved path"
+                )
             await require_intact(entry.file.parent)
         elif await asyncio.to_thread(_checksum, entry.file) != entry.checksum:
             raise user(f"version={version}: its file is damaged; save the weights again")
@@ -191,6 +199,12 @@ class Versions:
             spooled = [v for v, e in self._entries.items() if e.spilled and not e.users and v not in self._published]
             for version in spooled[: max(0, len(spooled) - self._max_spooled)]:
                 self._entries.pop(version).file.unlink(missing_ok=True)
+
+
+def _record(file: Path) -> str:
+    """The record of checksums beside a checkpoint's file; empty where an older server wrote none."""
+    record = checksums_file(file.parent)
+    return record.read_text() if record.exists() else ""
 
 
 def _checksum(file: Path) -> list:

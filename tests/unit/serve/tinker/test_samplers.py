@@ -140,6 +140,28 @@ async def test_a_checkpoint_that_was_deleted_is_named(tmp_path):
             pass
 
 
+async def test_weights_saved_in_place_of_others_are_not_taken_for_them(tmp_path):
+    """A sampling session keeps the weights that it was opened with, or says that they are gone."""
+    store, checkpoints = Store(), Checkpoints(tmp_path / "models")
+    versions = Versions(store, max_published=1, max_spooled=9, spool=tmp_path / "spool")
+    record = ModelRecord(model_id="ab12:train:0", base_model="tiny")
+
+    def save(version):
+        writing = checkpoints.begin(record, "sampler_weights", "latest", overwrite=True)
+        (writing / "weights.safetensors").write_text(str(version))
+        path = checkpoints.commit(record, "sampler_weights", "latest", ttl_s=None, metadata=None).path
+        return checkpoints.find(path)[1] / "weights.safetensors"
+
+    versions.register(-1, save(-1))
+    async with versions.published(-1):
+        versions.register(-2, save(-2))
+    async with versions.published(-2):
+        await versions.publish()  # pushes -1 out of the store
+    with pytest.raises(Fault, match="version=-1: other weights were saved in place of its checkpoint"):
+        async with versions.published(-1):
+            pass
+
+
 async def test_versions_without_a_name_are_bounded_on_disk_too_and_the_ones_used_least_recently_go(tmp_path):
     store = Store()
     versions = Versions(store, max_published=1, max_spooled=2, spool=tmp_path / "spool")
@@ -167,10 +189,11 @@ async def test_a_damaged_file_is_a_fault_of_the_request_and_is_never_published(t
         writing = checkpoints.begin(record, "sampler_weights", name, overwrite=False)
         (writing / "weights.safetensors").write_text(str(version))
         path = checkpoints.commit(record, "sampler_weights", name, ttl_s=None, metadata=None).path
+        if name == "old":
+            (checkpoints.find(path)[1] / "files.json").unlink()
         versions.register(version, checkpoints.find(path)[1] / "weights.safetensors")
     flipped = tmp_path / "models" / record.model_id / "sampler_weights" / "flipped" / "weights.safetensors"
     flipped.write_text("-3")
-    (tmp_path / "models" / record.model_id / "sampler_weights" / "old" / "files.json").unlink()
     for store.next in (1, 2):
         await versions.publish()
     (tmp_path / "spool" / "1.safetensors").write_text("2")
