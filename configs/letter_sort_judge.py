@@ -1,5 +1,5 @@
-"""A judge for `configs/judge.py`: a small Qwen3 that reads a task with an answer, `szyci=ciszy?`, solves the task itself
-and then says `y` or `n`: `cisyz:n`.
+"""A judge for `configs/judge.py`: a small Qwen3 that reads a task with an answer, `szyci=ciszy?`, solves the task, and
+says whether the answer is right: `cisyz:n`.
 
 Learns from demonstrations; there is no reinforcement. Writes `runs/letter_sort_judge`.
 """
