@@ -61,6 +61,7 @@ async def measure(controller: Controller, noise: float, directory: Path) -> dict
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trainer-dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--float32-head", action="store_true", help="logits in float32 in trainer and generator")
     parser.add_argument("--noise", type=float, nargs="*", default=[0.0])
     parser.add_argument("--tasks", type=int, default=64)
     parser.add_argument("--supervised-steps", type=int, default=150)
@@ -71,6 +72,7 @@ async def main() -> None:
     config = load_config(str(_CONFIG))
     config.supervised.num_steps, config.algorithm.tasks_per_step = args.supervised_steps, args.tasks
     config.algorithm.expert_routing, config.seed = "replay", args.seed
+    config.model.float32_head = args.float32_head
     config.generator.dtype, config.generator.tensor_parallel_degree = "bfloat16", args.generator_ranks
     config.controller.reward_timeout_s = config.controller.hang_timeout_s = config.generator.hang_timeout_s = 3600
     config.controller.start_timeout_s = config.controller.call_timeout_s = config.controller.sample_timeout_s = 3600
