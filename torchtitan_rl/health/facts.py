@@ -60,6 +60,7 @@ class Facts:
         """Rule -> why its function failed on these records."""
         self._left_out = left_out
         self._rollouts, self._samples = rollouts, samples
+        self._series: dict[str, Series] = {}
 
     @classmethod
     def of(cls, run: Run, now: float | None = None) -> Facts:
@@ -130,7 +131,10 @@ class Facts:
 
     def series(self, name: str) -> Series:
         """The readings of a metric of the reinforcement phase, in order; lines without it are left out."""
-        return [Reading(name, int(line["step"]), line[name]) for line in self.steps if _number(line.get(name))]
+        if name not in self._series:  # several rules ask for the same one, of a run of perhaps 100,000 lines
+            readings = [Reading(name, int(line["step"]), line[name]) for line in self.steps if _number(line.get(name))]
+            self._series[name] = readings
+        return self._series[name]
 
     def setting(self, path: str, otherwise: Any = None) -> Any:
         """A value of config.json by dotted path; `otherwise` where the file lacks it."""

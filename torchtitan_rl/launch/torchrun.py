@@ -27,7 +27,7 @@ from torchtitan_rl.launch.agreement import joined, joined_problem
 from torchtitan_rl.launch.children import end_children, free_port, start_module
 from torchtitan_rl.launch.liveness import JOIN_S
 from torchtitan_rl.launch.liveness.heartbeats import BEAT_S, Watch
-from torchtitan_rl.launch.liveness.watchdog import SIGNS_OF_LIFE, end_if_overdue
+from torchtitan_rl.launch.liveness.watchdog import SIGNS_OF_LIFE, SignsOfLife
 from torchtitan_rl.types.ends import PREEMPTED_STATUS, SAME_REQUEST_S
 
 __all__ = ["main"]
@@ -90,7 +90,7 @@ def _run(arguments: list[str], children: list[subprocess.Popen]) -> int:
             children.append(
                 start_module("torchtitan_rl.cli", "train", *arguments, *again, "--hosts", ",".join(workers))
             )
-            return _lead(watch, Path(file), *children)
+            return _lead(watch, SignsOfLife(Path(file)), *children)
     return _follow(watch, *children)
 
 
@@ -128,12 +128,12 @@ def _own_address() -> str:
     return os.environ.get(HOST_ADDRESS) or address_towards(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 
 
-def _lead(watch: Watch, signs_of_life: Path, worker: subprocess.Popen, controller: subprocess.Popen) -> int:
+def _lead(watch: Watch, signs_of_life: SignsOfLife, worker: subprocess.Popen, controller: subprocess.Popen) -> int:
     """Rank 0: waits for the controller to end and announces its exit status. After a host has failed, the controller
     has 10 s to report the failure before the run ends. A controller that gives no sign of life is killed."""
     deadline, sigterm_sent = None, False
     while (status := controller.poll()) is None:
-        end_if_overdue(signs_of_life)
+        signs_of_life.end_if_overdue()
         if watch.asked_at and not sigterm_sent:
             sigterm_sent = True
             controller.send_signal(signal.SIGTERM)

@@ -4,12 +4,29 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic_core import PydanticSerializationError, to_json
 
-__all__ = ["encode", "json_line", "parsed"]
+__all__ = ["append_lines", "encode", "json_line", "parsed"]
+
+
+def append_lines(file: Path, lines: bytes, *, durable: bool = False) -> None:
+    """Adds whole lines to a file. On return the operating system has them, and with `durable` the disk. Raises OSError,
+    and leaves nothing of them, where there is no room: half of a line would spoil the next one too."""
+    with file.open("ab", buffering=0) as stream:
+        size, rest = stream.seek(0, os.SEEK_END), memoryview(lines)
+        try:
+            while rest:  # a nearly full disk takes a part first
+                rest = rest[stream.write(rest) :]
+            if durable:
+                os.fsync(stream.fileno())
+        except OSError:
+            stream.truncate(size)
+            raise
 
 
 def parsed(text: str | bytes) -> Any:

@@ -43,6 +43,8 @@ class Span:
 
     name: str
     total: int = 0
+    done: int = 0
+    """Pieces that were done before it began: those of a run that goes on."""
     expected_s: float = 0.0
     """The usual duration; 0: unknown."""
     shown: bool = False
@@ -264,9 +266,11 @@ class Recorder:
             listener.advance(span, pieces, text)
 
     @contextmanager
-    def span(self, name: str, *, total: int = 0, expected_s: float = 0.0, shown: bool = False) -> Iterator[Span]:
+    def span(
+        self, name: str, *, total: int = 0, done: int = 0, expected_s: float = 0.0, shown: bool = False
+    ) -> Iterator[Span]:
         """A context manager that times its block; yields the `Span`."""
-        span = Span(name=name, total=total, expected_s=expected_s, shown=shown)
+        span = Span(name=name, total=total, done=done, expected_s=expected_s, shown=shown)
         for listener in self.listeners:
             listener.begin(span)
         failed = True

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_rl.record.checksums import Checksums
-from torchtitan_rl.record.json_lines import encode, json_line, parsed
+from torchtitan_rl.record.json_lines import append_lines, encode, json_line, parsed
 from torchtitan_rl.record.schemas import SCHEMAS
 from torchtitan_rl.record.tables import Table
 from torchtitan_rl.record.tracing import span
@@ -104,8 +104,8 @@ class RunDir:
                 raise ValueError(
                     f"{name}={value!r}: is a {type(value).__name__}; give a Python number or text, .item() of a tensor"
                 )
-        with span("write records"), self.metrics_file.open("ab") as stream:
-            stream.write(json_line(metrics))
+        with span("write records"):
+            append_lines(self.metrics_file, json_line(metrics))
 
     def record(self, table: str, step: int, records: Iterable[dict[str, Any]], *, durable: bool = False) -> None:
         """Appends records to a table of `record.schemas`; each names the step and this attempt."""

@@ -97,8 +97,8 @@ class Status(Listener):
 
     def begin(self, span: Span) -> None:
         if span.total or not (self._num_steps or self._open):
-            self._phase, self._num_steps, self._step = span.name, span.total, 0
-        self._open[id(span)] = span, 0
+            self._phase, self._num_steps, self._step = span.name, span.total, span.done
+        self._open[id(span)] = span, span.done
         self._mark_changed()
 
     def advance(self, span: Span, pieces: int, text: str) -> None:

@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from torchtitan_rl.record.checksums import Checksums
-from torchtitan_rl.record.json_lines import json_line, parsed
+from torchtitan_rl.record.json_lines import append_lines, json_line, parsed
 
 __all__ = ["ROW_GROUP", "Table"]
 
@@ -60,11 +60,7 @@ class Table:
             lines.append(json_line(record))
         with self._lock:
             self._number = self._number or self._begin()
-            with open(self._lines(self._number), "ab") as stream:
-                stream.write(b"".join(lines))
-                if durable:
-                    stream.flush()
-                    os.fsync(stream.fileno())
+            append_lines(self._lines(self._number), b"".join(lines), durable=durable)
 
     def rotate(self) -> None:
         """Lets the next record begin a new part."""

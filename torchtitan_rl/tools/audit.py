@@ -4,12 +4,15 @@ rollouts and checkpoints agree."""
 from __future__ import annotations
 
 import argparse
+import math
 from collections import Counter, defaultdict
 from typing import Any
 
+from torchtitan_rl.health.whereabouts import whereabouts
 from torchtitan_rl.record.attempts import attempts, read_ledger, read_rollouts
 from torchtitan_rl.record.json_lines import parsed
 from torchtitan_rl.record.run_dir import RunDir
+from torchtitan_rl.tools.selection import opened
 
 __all__ = ["add_arguments", "audit", "run"]
 
@@ -25,7 +28,8 @@ def run(args: argparse.Namespace) -> int:
     run_dir = RunDir(args.run)
     if not run_dir.tables["ledger"]:
         raise ValueError(f"run={args.run!r}: has no ledger; give a run directory that has begun reinforcement")
-    counts, problems = audit(run_dir)
+    goes_on = whereabouts(opened(args.run)).state == "running"
+    counts, problems = audit(run_dir, goes_on=goes_on)
     print(", ".join(f"{name} {number}" for name, number in counts.items()))
     for problem in problems:
         print(f"problem: {problem}")
@@ -33,8 +37,9 @@ def run(args: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
-def audit(run_dir: RunDir) -> tuple[dict[str, int], list[str]]:
-    """(counts, problems) of a run; also of a run that is going on or was killed. No problems: an empty list.
+def audit(run_dir: RunDir, *, goes_on: bool = False) -> tuple[dict[str, int], list[str]]:
+    """(counts, problems) of a run that has ended or was killed; with `goes_on` of one that writes meanwhile. No
+    problems: an empty list.
 
     Counts: `attempts`, `steps`, `rollouts`, the draws `admitted`, how many of them were `trained`, `filtered`,
     `failed`, and `cut_short`: admitted, and the run ended before they did.
@@ -45,7 +50,12 @@ def audit(run_dir: RunDir) -> tuple[dict[str, int], list[str]]:
     for record in records:
         if record["event"] in _ENDS:
             ended[record["draw"]].append(record)
+    newest: float = math.inf
+    if goes_on:  # what is read later may have more than the ledger had, and of its newest step not all yet
+        trained = (end["step"] for of_draw in ended.values() for end in of_draw if end["event"] == "trained")
+        newest = max(trained, default=0)
     steps = [line["step"] for line in run_dir.read_metrics() if line["phase"] == "reinforcement"]
+    steps = [step for step in steps if step <= newest]
     last = max(steps, default=0)
     problems = run_dir.checksums.problems()
     problems += [f"draw {draw}: was admitted {count} times" for draw, count in admitted.items() if count > 1]
@@ -60,8 +70,8 @@ def audit(run_dir: RunDir) -> tuple[dict[str, int], list[str]]:
     slots = sorted(int(draw.split("/")[0]) for draw in admitted if draw.endswith("/0"))
     if slots != list(range(len(slots))):
         problems.append(f"slots: {len(slots)} were filled, and they are not 0 to {len(slots) - 1}")
-    rollouts, of_rollouts = _of_rollouts(run_dir, ended)
-    problems += _of_steps(steps, ended) + of_rollouts + _of_checkpoints(run_dir, records)
+    rollouts, of_rollouts = _of_rollouts(run_dir, ended, newest)
+    problems += _of_steps(steps, ended) + of_rollouts + _of_checkpoints(run_dir, records, newest)
     ends = Counter(of_draw[-1]["event"] for of_draw in ended.values())
     counts = {"attempts": len(attempts(run_dir)), "steps": last, "rollouts": rollouts, "admitted": len(admitted)}
     return counts | {event: ends[event] for event in _ENDS} | {"cut_short": len(open_draws)}, problems
@@ -74,16 +84,18 @@ def _of_steps(steps: list[int], ended: dict[str, list[dict[str, Any]]]) -> list[
     return problems + [f"step {step}: trained draws, and has no line of metrics" for step in sorted(trained - {*steps})]
 
 
-def _of_rollouts(run_dir: RunDir, ended: dict[str, list[dict[str, Any]]]) -> tuple[int, list[str]]:
-    """(number of rollouts, problems)."""
+def _of_rollouts(run_dir: RunDir, ended: dict[str, list[dict[str, Any]]], newest: float) -> tuple[int, list[str]]:
+    """(number of rollouts, problems). Rollouts of the newest step may be missing still, later ones are not judged."""
     recorded: dict[str, set[int]] = defaultdict(set)
     rollouts = list(read_rollouts(run_dir, ("step", "attempt", "draw")))
     for record in rollouts:
-        if record["draw"]:  # a hook's own rollouts may name none
+        if record["draw"] and record["step"] <= newest:  # a hook's own rollouts may name none
             recorded[record["draw"]].add(record["step"])
     problems = []
     for draw, of_draw in ended.items():
-        if of_draw[-1]["event"] != "failed" and recorded.get(draw, set()) != {of_draw[-1]["step"]}:
+        if of_draw[-1]["event"] == "failed" or of_draw[-1]["step"] == newest and draw not in recorded:
+            continue
+        if recorded.get(draw, set()) != {of_draw[-1]["step"]}:
             steps_of_rollouts = sorted(recorded.get(draw, ()))
             problems.append(
                 f"draw {draw}: ended at step {of_draw[-1]['step']}, its rollouts are recorded at {steps_of_rollouts}"
@@ -92,12 +104,14 @@ def _of_rollouts(run_dir: RunDir, ended: dict[str, list[dict[str, Any]]]) -> tup
     return len(rollouts), problems
 
 
-def _of_checkpoints(run_dir: RunDir, records: list[dict[str, Any]]) -> list[str]:
+def _of_checkpoints(run_dir: RunDir, records: list[dict[str, Any]], newest: float) -> list[str]:
     ended, problems = {r["draw"]: r["step"] for r in records if r["event"] in _ENDS}, []
     for path in sorted(run_dir.checkpoints.glob("step-*")):
         if not (path / "COMPLETE").exists():
             continue
         state = parsed((path / "state.json").read_text())
+        if state["step"] > newest:
+            continue
         admitted = {r["draw"]: r["step"] for r in records if r["event"] == "admitted"}
         before = [draw for draw, step in admitted.items() if ended.get(draw, step + 1) <= state["step"]]
         slots = sum(draw.endswith("/0") for draw in before)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, variance
@@ -118,8 +119,16 @@ def compare(runs: Sequence[Run], metrics: Sequence[str] = ()) -> Comparison:
     paths = list(dict.fromkeys(path for group in groups for path in group.config))
     config = {path: [group.config.get(path) for group in groups] for path in paths}
     differing = {path: values for path, values in config.items() if any(value != values[0] for value in values)}
-    finals = [[_final(run) for run in group.runs] for group in groups]
+    lasts = [[_final(run) for run in group.runs] for group in groups]
+    finals = [[{n: x for n, x in of_run.items() if math.isfinite(x)} for of_run in of_group] for of_group in lasts]
+    not_finite: dict[str, list[str]] = defaultdict(list)
+    for group, of_group in zip(groups, lasts):
+        for label, of_run in zip(group.names, of_group):
+            for name in of_run.keys() - {name for name, value in of_run.items() if math.isfinite(value)}:
+                not_finite[name].append(label)
     names = list(dict.fromkeys(name for of_group in finals for of_run in of_group for name in of_run))
+    if lost := [metric for metric in metrics if not matching(metric, names) and matching(metric, not_finite)]:
+        raise ValueError(f"metrics={','.join(lost)}: no run has finite numbers at its end; name other metrics")
     if unknown := [metric for metric in metrics if not matching(metric, names)]:
         raise ValueError(
             f"metrics={','.join(unknown)}: the runs have no such numbers; without --metrics every one is shown"
@@ -139,6 +148,12 @@ def compare(runs: Sequence[Run], metrics: Sequence[str] = ()) -> Comparison:
     if equal := [row.name for row in rows if len({value for values in row.values for value in values}) == 1]:
         notes.append(f"equal in all runs: {', '.join(equal)}")
     rows = [row for row in rows if row.name not in equal]
+    shown = {row.name for row in rows} | {*equal}
+    notes += [
+        f"{name}: not finite in {', '.join(of_runs)}, which its means leave out"
+        for name, of_runs in sorted(not_finite.items())
+        if name in shown
+    ]
     return Comparison(groups=groups, config=differing, rows=rows, paired=_paired(groups), notes=notes)
 
 
@@ -151,7 +166,7 @@ def _paired(groups: list[Group]) -> list[Paired]:
             paired.append(_pair(f"{group.letter} - {groups[0].letter}", pairs, groups[0], group))
     if len(groups) == 1:
         (group,) = groups
-        pairs = [pair for i, run in enumerate(group.runs) for pair in run_pairs([run], group.runs[i + 1 : i + 2])]
+        pairs = [pair for i, run in enumerate(group.runs) for pair in run_pairs([run], group.runs[i + 1 :])]
         if pairs:
             paired.append(_pair(f"{group.letter} - {group.letter}", pairs, group, group))
     return paired
@@ -191,13 +206,13 @@ def _is_label(path: str) -> bool:
 
 
 def _final(run: Run) -> dict[str, float]:
-    """Curve -> the last value of an evaluation, the mean of the last quarter of steps of anything else; finite ones."""
+    """Curve -> the last value of an evaluation, the mean of the last quarter of steps of anything else."""
     means = {}
     for name, curve in curves(run).items():
         last = max(curve)
         counted = [curve[last]] if name.startswith("eval/") else [x for step, x in curve.items() if step > 0.75 * last]
-        if counted and all(map(math.isfinite, counted)):
-            means[name] = fmean(counted)
+        if counted:
+            means[name] = fmean(counted) if all(map(math.isfinite, counted)) else math.nan
     return means
 
 

@@ -89,7 +89,10 @@ def _first_other_tokens(first: Run, second: Run) -> tuple[int, str, int] | None:
         if step != other_step:
             return None  # the runs record other steps
         for name in [*rollouts, *(name for name in other_rollouts if name not in rollouts)]:
-            tokens, other_tokens = rollouts.get(name, []), other_rollouts.get(name, [])
+            sampled, other = rollouts.get(name, _NOTHING), other_rollouts.get(name, _NOTHING)
+            tokens, other_tokens = sampled.tokens, other.tokens
+            if tokens is None or other_tokens is None:
+                tokens, other_tokens = list(sampled.text), list(other.text)
             if tokens != other_tokens:
                 pairs = zip(tokens, other_tokens)
                 place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(tokens), len(other_tokens)))
@@ -97,17 +100,30 @@ def _first_other_tokens(first: Run, second: Run) -> tuple[int, str, int] | None:
     return None
 
 
-def _tokens_by_step(run: Run) -> Iterator[tuple[int, dict[str, list]]]:
-    """(step, rollout -> its sampled tokens; its characters where tokens are not recorded), in order."""
+@dataclass(frozen=True, slots=True)
+class _Sampled:
+    """What a rollout sampled."""
+
+    tokens: list | None
+    """None where the run does not record tokens: then the characters of its text are compared."""
+    text: str
+
+
+_NOTHING = _Sampled([], "")
+
+
+def _tokens_by_step(run: Run) -> Iterator[tuple[int, dict[str, _Sampled]]]:
+    """(step, rollout -> what it sampled), in order."""
     columns = ("step", "attempt", "rollout_id", "text", "turns")
     records = read_rollouts(run.directory, columns)
     for step, of_step in groupby(records, key=lambda record: record["step"]):
         yield (
             step,
             {
-                record["rollout_id"]: [token for turn in record["turns"] for token in turn["tokens"] or ()]
-                if record["turns"]
-                else list(record["text"] or "")
+                record["rollout_id"]: _Sampled(
+                    [token for turn in record["turns"] for token in turn["tokens"] or ()] if record["turns"] else None,
+                    record["text"] or "",
+                )
                 for record in of_step
             },
         )

@@ -422,8 +422,7 @@ class Controller(AbstractAsyncContextManager):
         """Generates, trains, publishes, and evaluates every `eval_every` steps."""
         config, state, recorder = self.config, self.state, self.recorder
         num_steps, state.phase, state.phase_step = config.controller.num_steps, "reinforcement", state.step
-        with recorder.span("reinforcement", total=num_steps) as phase:
-            recorder.advance(phase, state.step)
+        with recorder.span("reinforcement", total=num_steps, done=state.step) as phase:
             while state.step < num_steps:
                 first = state.step
                 profile = nullcontext() if self.profiles is None else self.profiles.batch()

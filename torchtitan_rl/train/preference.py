@@ -96,8 +96,7 @@ async def prefer(
     if state.preference_source:
         source.load_state_dict(state.preference_source)
     loss_fn, scale = trainer.loss_fn, trainer.reward_scale
-    with recorder.span("preference", total=preference.num_steps) as phase:
-        recorder.advance(phase, state.phase_step, text="")
+    with recorder.span("preference", total=preference.num_steps, done=state.phase_step) as phase:
         for step in range(state.phase_step, preference.num_steps):
             with recorder.span("step") as span:
                 data = trainer.datums(player.pairs(source.next(preference.batch_size)))

@@ -43,8 +43,7 @@ async def supervise(
     source = source_of(family, "train", config.seed)
     if state.supervised_source:
         source.load_state_dict(state.supervised_source)
-    with recorder.span("supervised", total=supervised.num_steps) as phase:
-        recorder.advance(phase, state.phase_step, text="")
+    with recorder.span("supervised", total=supervised.num_steps, done=state.phase_step) as phase:
         for step in range(state.phase_step, supervised.num_steps):
             with recorder.span("step") as span:
                 pairs = await player.demonstrations(source.next(supervised.batch_size), family)

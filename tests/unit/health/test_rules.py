@@ -72,6 +72,10 @@ def test_a_dead_replica():
     lines = steps(generator__healthy_replicas=[2] * 10 + [1] * 10)
     assert found(lines, {"generator": {"num_replicas": 2}})["dead_replica"].evidence[0].step == 11
     assert found(steps(generator__healthy_replicas=2), {"generator": {"num_replicas": 2}}) == {}
+    left = [{"kind": "replica_left", "who": f"generator-{i}", "step": 7, "text": "left", "attempt": 1} for i in (1, 2)]
+    lines = steps(generator__healthy_replicas=[3] * 10 + [1] * 10)
+    assert found(lines, {"generator": {"num_replicas": 3}}, events=left) == {}  # they were asked to leave
+    assert "dead_replica" in found(lines, {"generator": {"num_replicas": 3}}, events=left[:1])
 
 
 @pytest.mark.parametrize("seconds, speaks", [(0.26, True), (0.24, False)])

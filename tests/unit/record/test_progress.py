@@ -71,6 +71,21 @@ def test_a_file_gets_a_line_every_5_seconds_and_one_at_the_end(clock):
     ]
 
 
+def test_pieces_that_were_done_before_say_nothing_of_the_pace(clock):
+    out = io.StringIO()
+    progress = Progress(file=out, clock=clock)
+    with progress.phase("reinforcement", total=8, done=5) as bar:
+        assert bar.left_s is None
+        for _ in range(3):
+            clock.now += 10
+            bar.advance(text="reward 0.5")
+    assert out.getvalue().splitlines() == [
+        "reinforcement 6/8, 0:10, 0:20 left, reward 0.5",
+        "reinforcement 7/8, 0:20, 0:10 left, reward 0.5",
+        "reinforcement: 8/8 (from 5) done in 30.0 s, reward 0.5",
+    ]
+
+
 @pytest.mark.parametrize("seconds", [0.05, 0.4, 1.0, 7.0])
 def test_time_left_is_never_nothing_while_something_goes_on(clock, seconds):
     """A phase whose last piece is long, as with an evaluation in it, and a wait that is longer than expected."""

@@ -301,8 +301,7 @@ def test_the_loops_spans_are_phases_and_steps_are_numbered(tmp_path):
     [phases] = recording.phases_of(tmp_path)
     assert recording.phases_of(tmp_path / "other") == []  # one run at a time
     recorder = Recorder([phases])
-    with recorder.span("reinforcement", total=9) as phase:
-        recorder.advance(phase, 4)  # a resumed run
+    with recorder.span("reinforcement", total=9, done=4) as phase:  # a resumed run
         for _ in range(2):
             with recorder.span("step"), recorder.span("generate"):
                 pass
@@ -315,6 +314,19 @@ def test_the_loops_spans_are_phases_and_steps_are_numbered(tmp_path):
     assert {by_id[span["in"]]["name"] for span in spans if span["name"] == "generate"} == {"step"}
     assert all(span["kind"] == "phase" for span in spans)
     assert recording.TIMELINE not in __import__("os").environ
+
+
+def test_a_process_with_the_number_of_an_earlier_one_has_a_file_of_its_own(tmp_path):
+    """As after the restart of a container."""
+    for _ in range(2):
+        [phases] = recording.phases_of(tmp_path)
+        recorder = Recorder([phases])
+        with recorder.span("reinforcement", total=1):
+            pass
+        recorder.close()
+    assert len(list(tmp_path.glob("controller.*.jsonl"))) == 2
+    for file in tmp_path.glob("controller.*.jsonl"):
+        assert len([span for span in spans_in(file) if span["name"] == "reinforcement"]) == 1
 
 
 async def test_environments_run_on_the_loop_or_in_a_thread(recorded):

@@ -136,3 +136,24 @@ def test_draws_admitted_ahead_count_by_the_step_at_which_they_ended(made):
     attempts.begin(made.run_dir, "step-2", "reinforcement", 2)
     counts, problems = audit(made.run_dir)
     assert problems == [] and counts["admitted"] == 4
+
+
+def test_what_a_run_wrote_after_its_ledger_was_read_is_not_judged(made):
+    made.step(1, 0)
+    made.step(2, 2)
+    made.run_dir.record("rollouts", 3, [{"draw": "4/0"}])  # of a batch whose ends came after the ledger was read
+    made.line(3)
+    assert audit(made.run_dir, goes_on=True)[1] == []
+    assert set(audit(made.run_dir)[1]) == {
+        "step 3: has a line of metrics, and no draw was trained",
+        "draw 4/0: has rollouts, and no end",
+    }
+
+
+def test_rollouts_of_the_newest_step_may_come_later_and_other_faults_are_told(made):
+    made.step(1, 0)
+    made.admit(1, "2/0", "3/0")
+    made.run_dir.record("ledger", 2, [{"draw": draw, "event": "trained"} for draw in ("2/0", "3/0")])
+    made.line(2)
+    made.line(1)
+    assert audit(made.run_dir, goes_on=True)[1] == ["metrics: step 1 has 2 lines"]

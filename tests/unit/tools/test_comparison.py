@@ -100,6 +100,21 @@ def test_runs_that_are_not_whole_are_compared_with_what_they_have(tmp_path):
     assert "the runs made different numbers of steps of reinforcement: 0, 2, 8" in shown
 
 
+def test_numbers_that_are_not_finite_are_told(tmp_path):
+    """A mean over three seeds of which one has diverged is a mean over two."""
+    diverged = changed(PATHS[2], tmp_path / "diverged", seed=2)
+    file = tmp_path / "diverged" / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    lines = [line | {"reward/mean": "NaN"} if "reward/mean" in line else line for line in lines]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    runs = [Run.open(path) for path in PATHS]
+    comparison = compare([*runs, diverged], ["reward/mean"])
+    assert [len(values) for values in rows(comparison)["reward/mean"].values] == [2, 2]
+    assert "reward/mean: not finite in diverged, which its means leave out" in comparison.notes
+    with pytest.raises(ValueError, match="metrics=reward/mean: no run has finite numbers at its end"):
+        compare([diverged, diverged], ["reward/mean"])
+
+
 def test_mistakes_are_sentences(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text("")
     for arguments, message in (

@@ -1,5 +1,7 @@
 """Pairs of runs: which belong together, differences on the same tasks, where two runs part."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -113,6 +115,23 @@ def test_the_first_batch_that_differs_is_named(tmp_path):
     lines = by_number.metrics_file.read_text().replace('"time/step_s":1.0', '"time/step_s":9.0')
     by_number.metrics_file.write_text(lines.replace("2.5", "2.0"))
     assert first_difference(run, Run.open(tmp_path / "same")) is None  # times do not count
+
+
+def test_a_run_that_recorded_no_tokens_is_compared_by_its_texts(tmp_path):
+    run, without = written(tmp_path / "a"), written(tmp_path / "without")
+    (part,) = (without.path / "rollouts").iterdir()
+    lines = [json.loads(line) | {"turns": None} for line in part.read_text().splitlines()]
+    part.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert first_difference(run, without) is None
+    part.write_text(part.read_text().replace('"text": "right"', '"text": "ripe"'))
+    assert first_difference(run, without).summary() == "step 2: token 2 of rollout 2/0/0"
+
+
+def test_copies_are_paired_in_whatever_order_they_come(tmp_path, capsys):
+    for name, seed in (("first", 0), ("other", 1), ("again", 0)):
+        written(tmp_path / name, seed=seed)
+    assert main.main(["compare", *(str(tmp_path / name) for name in ("first", "other", "again"))]) == 0
+    assert "first batch that differs, first and again: none" in capsys.readouterr().out
 
 
 def test_the_command_shows_pairs(tmp_path, capsys):

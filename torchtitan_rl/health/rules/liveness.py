@@ -30,6 +30,7 @@ def dead_replica(facts: Facts, threshold: float) -> Problem | None:
     lost = [event for event in facts.events if event.get("kind") == "replica_lost"]
     evidence = [Reading(str(event.get("who")), event.get("step"), str(event.get("text"))) for event in lost]
     number, replicas = len(lost), int(facts.setting("generator.num_replicas", 1))
+    replicas -= sum(event.get("kind") == "replica_left" for event in facts.events)  # these were asked to leave
     healthy = facts.series("generator/healthy_replicas")
     if fewest := min((float(reading.value) for reading in healthy), default=None):
         number = max(number, replicas - int(fewest))

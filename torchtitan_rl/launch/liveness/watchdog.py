@@ -18,16 +18,7 @@ from pathlib import Path
 
 from torchtitan_rl.record.console.notices import say
 
-__all__ = [
-    "LOOK_EVERY_S",
-    "SIGNS_OF_LIFE",
-    "SIGN_EVERY_S",
-    "START_S",
-    "sign_of_life",
-    "alive",
-    "end_if_overdue",
-    "watch",
-]
+__all__ = ["LOOK_EVERY_S", "SIGNS_OF_LIFE", "SIGN_EVERY_S", "START_S", "sign_of_life", "alive", "SignsOfLife", "watch"]
 
 SIGNS_OF_LIFE = "TORCHTITAN_RL_SIGNS_OF_LIFE"
 """The environment variable with the file of the signs of life; the supervisor sets it for the controller."""
@@ -68,35 +59,45 @@ def alive(hang_timeout_s: float) -> Iterator[None]:
             beating.cancel()
 
 
-def end_if_overdue(file: Path) -> None:
-    """Kills the process whose next sign of life in `file` is overdue, and prints that on stderr."""
-    try:
-        promise = json.loads(file.read_text())
-        until = file.stat().st_mtime + promise["within_s"]
-    except FileNotFoundError:
-        return
-    if time.time() > until:
-        file.unlink()  # the next attempt has not promised anything yet
-        say(
-            f"error: the controller (pid {promise['pid']}) gave no sign of life for {promise['within_s']:g} s "
-            "(controller.hang_timeout_s) and was killed",
-            event="error",
-            level="error",
-        )
+class SignsOfLife:
+    """The supervisor's view of the file. How old a sign is, is counted by the monotonic clock: the time of day jumps
+    where a host was suspended or its clock is set, and a controller that was suspended too is no hanging one."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._written, self._seen = 0, 0.0
+        """The file's time, and when this process first saw it."""
+
+    def end_if_overdue(self) -> None:
+        """Kills the process whose next sign of life is overdue, and prints that on stderr."""
         try:
-            os.kill(promise["pid"], signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+            promise, written = json.loads(self._file.read_text()), self._file.stat().st_mtime_ns
+        except FileNotFoundError:
+            return
+        if written != self._written:
+            self._written, self._seen = written, time.monotonic()
+        if time.monotonic() - self._seen > promise["within_s"]:
+            self._file.unlink()  # the next attempt has not promised anything yet
+            say(
+                f"error: the controller (pid {promise['pid']}) gave no sign of life for {promise['within_s']:g} s "
+                "(controller.hang_timeout_s) and was killed",
+                event="error",
+                level="error",
+            )
+            try:
+                os.kill(promise["pid"], signal.SIGKILL)
+            except ProcessLookupError:
+                pass
 
 
 @contextmanager
 def watch(file: Path) -> Iterator[None]:
     """Lets child processes give signs of life in `file`, and kills one that is overdue, while the block runs."""
-    done = threading.Event()
+    done, signs_of_life = threading.Event(), SignsOfLife(file)
 
     def look() -> None:
         while not done.wait(LOOK_EVERY_S):
-            end_if_overdue(file)
+            signs_of_life.end_if_overdue()
 
     os.environ[SIGNS_OF_LIFE] = str(file)
     threading.Thread(target=look, daemon=True).start()

@@ -28,7 +28,7 @@ class Display(Listener):
         if not span.total and not span.shown:
             return
         if span.total:
-            context = self.progress.phase(span.name, span.total)
+            context = self.progress.phase(span.name, span.total, span.done)
         else:
             context = self.progress.waiting(span.name, span.expected_s or None)
         self._open[id(span)] = context.__enter__(), context

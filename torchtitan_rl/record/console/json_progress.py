@@ -23,9 +23,10 @@ class JsonProgress:
     def __init__(self, *, quiet: bool = False, file: TextIO | None = None) -> None:
         self._quiet, self._file = quiet, file or sys.stdout
 
-    def phase(self, name: str, total: int):
-        """A context manager around `total` equal pieces of work. Yields a Bar, which prints nothing."""
-        return self._bar(name, total, {"name": name, "total": total})
+    def phase(self, name: str, total: int, done: int = 0):
+        """A context manager around `total` equal pieces of work, `done` of them earlier. Yields a Bar, which prints
+        nothing."""
+        return self._bar(name, total, {"name": name, "total": total} | ({"done": done} if done else {}))
 
     def waiting(self, name: str, expected_s: float | None = None):
         """A context manager around work without pieces."""

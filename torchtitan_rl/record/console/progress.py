@@ -29,10 +29,17 @@ class Bar:
     """The bar of one phase: pieces done, elapsed time, and a short text with current numbers."""
 
     def __init__(
-        self, name: str, total: float, clock: Callable[[], float], changed: Callable[[Bar], None], counts: bool = True
+        self,
+        name: str,
+        total: float,
+        clock: Callable[[], float],
+        changed: Callable[[Bar], None],
+        counts: bool = True,
+        done: int = 0,
     ) -> None:
+        """`done`: pieces that were done before, which say nothing of the pace."""
         self.name, self.total, self.counts, self.text = name, total, counts, ""
-        self.num_done = 0
+        self.num_done, self.done_before = done, done
         self._clock, self._changed = clock, changed
         self._start = self._last = clock()
 
@@ -57,8 +64,8 @@ class Bar:
         first piece, when the last one takes longer than its peers, and when a wait is longer than expected."""
         if not self.counts:
             left_s = self.total - self.elapsed_s
-        elif self.num_done:
-            pace_s = (self._last - self._start) / self.num_done
+        elif self.num_done > self.done_before:
+            pace_s = (self._last - self._start) / (self.num_done - self.done_before)
             of_this_piece_s = max(0.0, pace_s - (self._clock() - self._last))
             left_s = of_this_piece_s + pace_s * (self.total - self.num_done - 1)
         else:
@@ -105,9 +112,10 @@ class Progress:
         self._table = LiveTable()
         self._open: list[tuple[Bar, TaskID | None]] = []
 
-    def phase(self, name: str, total: int):
-        """A context manager around `total` equal pieces of work. Yields a Bar; call `advance` after each piece."""
-        return self._bar(name, total, counts=True)
+    def phase(self, name: str, total: int, done: int = 0):
+        """A context manager around `total` equal pieces of work, `done` of them earlier. Yields a Bar; call `advance`
+        after each piece."""
+        return self._bar(name, total, counts=True, done=done)
 
     def waiting(self, name: str, expected_s: float | None = None):
         """A context manager around work without pieces. With `expected_s` the bar shows the time left."""
@@ -135,8 +143,8 @@ class Progress:
         self._console.print(table)
 
     @contextmanager
-    def _bar(self, name: str, total: float, counts: bool) -> Iterator[Bar]:
-        bar = Bar(name, total, self._clock, self._changed, counts)
+    def _bar(self, name: str, total: float, counts: bool, done: int = 0) -> Iterator[Bar]:
+        bar = Bar(name, total, self._clock, self._changed, counts, done)
         if self._quiet:
             yield bar
             return
@@ -255,7 +263,8 @@ def _minutes(seconds: float) -> str:
 
 
 def _summary(bar: Bar, outcome: str) -> str:
-    """`supervised: 450/450 done in 41.2 s, loss 0.12`."""
+    """`supervised: 450/450 done in 41.2 s, loss 0.12`; of a phase that goes on `450/450 (from 200) done in ...`."""
     after = "in" if outcome == "done" else "after"
-    head = f"{bar.name}: {bar.count} {outcome} {after} {bar.elapsed_s:.1f} s".replace(":  ", ": ")
+    count = f"{bar.count} (from {bar.done_before})" if bar.done_before else bar.count
+    head = f"{bar.name}: {count} {outcome} {after} {bar.elapsed_s:.1f} s".replace(":  ", ": ")
     return f"{head}, {bar.text}" if bar.text else head

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import itertools
 import json
 import logging
 import os
@@ -39,7 +40,7 @@ class Timeline:
         header = {"process": name, "pid": os.getpid(), "boot": here, "clock": offset_ns}
         if here != boot:
             offset_ns = _offset_ns()
-        self.file = SpanFile(Path(directory) / f"{name}.{os.getpid()}.jsonl", header)
+        self.file = SpanFile(_new_file(Path(directory), f"{name}.{os.getpid()}"), header)
         self.spans = Spans(self.file, offset_ns, serves=name != CONTROLLER)
         self.file.before_write = self.spans.settle
         self._collecting = 0
@@ -100,6 +101,8 @@ class Phases(Listener):
         start = int(span.began * 1e9) + self.timeline.spans.offset_ns
         kind: Kind = "wait" if span.name.startswith("wait for") else "phase"
         self._open[id(span)] = self.timeline.spans.begin(span.name, start, attributes, kind=kind)
+        if span.name in LOOPS:
+            self._num_steps = span.done
 
     def advance(self, span: Span, pieces: int, text: str) -> None:
         if span.name in LOOPS:
@@ -116,6 +119,18 @@ class Phases(Listener):
             os.environ.pop(TIMELINE, None)
             _mine.remove(self.timeline)
             self.timeline.close()
+
+
+def _new_file(directory: Path, name: str) -> Path:
+    """A file that did not exist: in a container a process has the same number after every restart."""
+    for number in itertools.count(1):
+        file = directory / (f"{name}.jsonl" if number == 1 else f"{name}.{number}.jsonl")
+        try:
+            file.touch(exist_ok=False)
+            return file
+        except FileExistsError:
+            pass
+    raise AssertionError
 
 
 def _offset_ns() -> int:

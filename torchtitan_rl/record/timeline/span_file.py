@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -15,7 +13,7 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor
 
-from torchtitan_rl.record.json_lines import json_line
+from torchtitan_rl.record.json_lines import append_lines, json_line
 from torchtitan_rl.record.tracing import Kind
 
 __all__ = ["SpanFile", "Leaf", "KIND", "THREAD", "WRITE_S"]
@@ -102,21 +100,13 @@ class SpanFile(SpanProcessor):
             if not any(lines):
                 return
             try:
-                self._append(b"".join(lines))
+                append_lines(self.path, b"".join(lines))
                 self._header, self.dropped = b"", self.dropped - dropped
             except OSError as error:
                 self.dropped += number
                 if not self._warned:
                     self._warned = True
                     logger.warning("timeline: %s cannot be written, the run goes on without: %s", self.path, error)
-
-    def _append(self, lines: bytes) -> None:
-        """Raises OSError, and leaves no half of a line, where the disk has not enough room."""
-        with self.path.open("ab", buffering=0) as stream:
-            size = stream.seek(0, os.SEEK_END)
-            if stream.write(lines) < len(lines):
-                stream.truncate(size)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
 
 def _line(span: ReadableSpan | Leaf) -> bytes:

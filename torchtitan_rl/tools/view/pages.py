@@ -53,9 +53,9 @@ def health(parameters: Parameters) -> dict[str, Any]:
         series = shown.series
         state = shown.health()
         diagnosis = shown.diagnosis()
-        step_s = series.last("time/step_s", n=20)
+        batch_s, steps = (series.last(name, n=20) for name in ("time/step_s", "optim/num_steps"))
         step, num_steps = (_count(state.status.get(name)) for name in ("step", "num_steps"))
-        usual = sum(step_s) / len(step_s) if step_s else 0.0
+        usual = sum(batch_s) / (sum(steps) or len(batch_s)) if batch_s else 0.0  # of an optimizer step
         cards.append(
             {
                 "run": shown,

@@ -22,6 +22,9 @@ from torchtitan_rl.tools.token_texts import tokenizer_of
 __all__ = ["ShownRun", "open_runs"]
 
 _DIAGNOSIS_S = 5.0
+"""Seconds for which a diagnosis is shown; longer where it took longer than a quarter of a second."""
+_DIAGNOSIS_SHARE = 0.05
+"""Share of a core that diagnoses may take while a page is open: of a run of 100,000 steps one takes seconds."""
 
 
 class ShownRun:
@@ -30,12 +33,12 @@ class ShownRun:
     def __init__(self, run: Run, name: str, index: int) -> None:
         self.run, self.name, self.index = run, name, index
         self._series = Series(run.directory.metrics_file)
-        self._lock = threading.RLock()
+        self._lock, self._examining = threading.RLock(), threading.Lock()
         self._rollouts: Rollouts | None = None
         self._completions: Completions | None = None
         self._tokenizer: Any = None
         self._diagnosis: Diagnosis | str = ""
-        self._diagnosed = -math.inf
+        self._valid_until = -math.inf
 
     @property
     def series(self) -> Series:
@@ -88,9 +91,10 @@ class ShownRun:
 
     def diagnosis(self) -> Diagnosis | str:
         """What the rules say, or why they could not read the run; computed anew after some seconds."""
-        with self._lock:
-            if time.monotonic() - self._diagnosed > _DIAGNOSIS_S:
-                self._diagnosis, self._diagnosed = _diagnosed(self.run), time.monotonic()
+        with self._examining:  # a lock of its own: other pages do not wait for the rules
+            if (began := time.monotonic()) > self._valid_until:
+                self._diagnosis, ended = _diagnosed(self.run), time.monotonic()
+                self._valid_until = ended + max(_DIAGNOSIS_S, (ended - began) / _DIAGNOSIS_SHARE)
             return self._diagnosis
 
 

@@ -14,7 +14,10 @@ import pytest
 
 from tests.kit.runs import HOSTILE, branching, completion, group, made_run, write_evaluation, write_step
 from torchtitan_rl.cli import main, verbs
+from torchtitan_rl.record import attempts
+from torchtitan_rl.record.recorder import Recorder
 from torchtitan_rl.record.run_dir import RunDir
+from torchtitan_rl.record.status import Status
 
 pytest.importorskip("duckdb")
 from fastapi.testclient import TestClient  # noqa: E402
@@ -153,6 +156,20 @@ def test_one_task_is_shown_over_steps(page):
     first, second = words.index("greedy · wrong · reward 0.000"), words.index("greedy · right · reward 1.000")
     assert first < second < words.index("sample 1 · failed · reward –") and "learnt it" in words
     assert "question 1" in words and "abc" in words and "at once" not in words
+
+
+def test_the_time_left_counts_the_optimizer_steps_of_a_batch(tmp_path):
+    run_dir = RunDir.create(tmp_path / "run")
+    attempts.begin(run_dir, None)
+    run_dir.write_config({"name": "run"})
+    for step in range(4, 84, 4):
+        line = {"step": step, "phase": "reinforcement", "time/step_s": 10.0, "optim/num_steps": 4}
+        run_dir.log_metrics(line)
+    recorder = Recorder([status := Status(run_dir, [])])
+    with recorder.span("reinforcement", total=400, done=80):
+        status.beat()
+        said = " ".join(Tags(client(run_dir.path).get("/").text).said.split())
+    assert "step 80 of 400, about 13 min left" in said
 
 
 def test_a_long_completion_is_whole_on_a_page_of_its_own(tmp_path):
