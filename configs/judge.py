@@ -1,6 +1,6 @@
 """A model as judge: the quickstart's model trains on the verdicts of another model; the exact answer is measured
-and does not train (`reward/part_exact_mean`, `eval/reward_part_exact_mean`): .074 of the validation tasks after the
-warm start, .648 at the end of one run.
+and does not train (`reward/part_exact_mean`, `eval/reward_part_exact_mean`): .113 of the validation tasks after the
+warm start, .621 at the end, with seed 0.
 
 First make the judge, serve it, then train::
 
@@ -8,8 +8,8 @@ First make the judge, serve it, then train::
     torchtitan-rl serve runs/letter_sort_judge/checkpoints/step-0 --dtype float32 --kv-cache-gib 0.25 --max-model-len 64
     torchtitan-rl train configs/judge.py
 
-The judge solves each task before its verdict, and a KL keeps the policy near its warm start. Without either the policy
-finds answers that deceive the judge (docs/rewards.md).
+The judge solves each task before its verdict: one that gives its verdict at once is deceived within 20 steps. A KL keeps
+the policy near its warm start; docs/rewards.md has what each of the two is worth.
 
 A group with a verdict that cannot be read is dropped, with the reason in the log; `failure/reward` counts them.
 
