@@ -8,8 +8,8 @@ First make the judge, serve it, then train::
     torchtitan-rl serve runs/letter_sort_judge/checkpoints/step-0 --dtype float32 --kv-cache-gib 0.25 --max-model-len 64
     torchtitan-rl train configs/judge.py
 
-The judge solves each task before its verdict: one that gives its verdict at once is deceived within 20 steps. A KL keeps
-the policy near its warm start; docs/rewards.md has what each of the two is worth.
+The judge solves each task before its verdict: one that gives its verdict at once is deceived within 20 steps. A KL
+keeps the policy near its warm start; docs/rewards.md has what each of the two is worth.
 
 A group with a verdict that cannot be read is dropped, with the reason in the log; `failure/reward` counts them.
 

@@ -105,7 +105,7 @@ def pass_at_k(rewards_G: torch.Tensor, *, k: int, correct: float = 1.0) -> torch
     """
     if k < 1 or k != int(k):
         raise ValueError(f"k={k}: is no number of rollouts; use 2 or more, fewer than algorithm.group_size")
-    size, is_right_G = len(rewards_G), rewards_G >= correct
+    k, size, is_right_G = int(k), len(rewards_G), rewards_G >= correct
     num_wrong = size - int(is_right_G.sum())
     all_wrong = math.comb(num_wrong, k) / math.comb(size, k) if k <= size else 0.0
     std = math.sqrt(all_wrong * (1 - all_wrong))

@@ -159,7 +159,7 @@ def demonstration_datums(pairs: list[tuple[list[int], list[int]]], config: Algor
     for prompt, completion in pairs:
         sequences.append(torch.tensor(prompt + completion))
         mask_T = torch.zeros(len(prompt) + len(completion) - 1)
-        mask_T[len(prompt) - 1 :] = 1.0
+        mask_T[max(0, len(prompt) - 1) :] = 1.0  # without a prompt the first token is not predicted
         masks.append(mask_T)
     weights = config.reduction(masks, list(range(len(masks))))
     return [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
+from numbers import Real
 
 from torchtitan_rl.algorithm.grouping_hook import hooked_groups
 from torchtitan_rl.algorithm.precomputed import drop_stale
@@ -23,7 +24,7 @@ def form_groups(
     without turns are in no group.
 
     Advantages and soft targets that turns carry are removed if they were computed for a version before
-    `policy_version`, the version that samples now.
+    `policy_version`, the oldest one that may have sampled the rollouts.
 
     `counts` receives the number of rollouts without turns (`filter/skipped_rollouts`) and of rollouts that the hook
     left out (`filter/ungrouped_rollouts`). Raises ValueError when the hook returns anything but groups of the rollouts
@@ -75,7 +76,15 @@ def fill_rewards(group: RolloutGroup) -> None:
     """
     if None in group.rewards:
         _fill_from_turns(group)
-    for rollout in (rollout for rollout in group.rollouts if not is_reward(rollout.reward)):
+    for rollout in group.rollouts:
+        if is_reward(rollout.reward):
+            rollout.reward = float(rollout.reward)
+            continue
+        if not isinstance(rollout.reward, Real):
+            raise ValueError(
+                f"reward={rollout.reward!r}: of rollout {rollout.id} is a {type(rollout.reward).__name__}; give every "
+                f"rollout {A_REWARD}"
+            )
         large = math.isfinite(rollout.reward)
         wrong, needed = ("is too large", A_REWARD) if large else ("is not finite", "a finite reward")
         raise ValueError(f"reward={rollout.reward}: of rollout {rollout.id} {wrong}; give every rollout {needed}")

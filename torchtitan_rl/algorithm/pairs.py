@@ -42,7 +42,7 @@ def scored_datums(sequences: Sequences) -> list[Datum]:
     for index, (prompt, completion) in enumerate(sequences):
         tokens = torch.tensor(prompt + completion)
         mask_T = torch.zeros(len(tokens) - 1)
-        mask_T[len(prompt) - 1 :] = 1.0
+        mask_T[max(0, len(prompt) - 1) :] = 1.0
         inputs = {"loss_mask": mask_T, "token_weights": torch.zeros_like(mask_T)}
         data.append(
             Datum(tokens=tokens[:-1], target_tokens=tokens[1:], loss_inputs=inputs, group=index // 2, rollout=index)

@@ -145,8 +145,9 @@ async def _replay(args: argparse.Namespace, config: RunConfig, recorded: Recorde
                 controller.batches,
                 controller.trainer,
                 lambda: controller.state.step,
+                lambda: controller.state.policy_version,
                 window=args.window,
-                momentum=config.trainer.optimizer.betas[0] ** config.algorithm.steps_per_batch,
+                beta1=config.trainer.optimizer.betas[0],
             )
             controller.batches = weighed
         try:

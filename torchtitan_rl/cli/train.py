@@ -91,6 +91,8 @@ def train(args: argparse.Namespace, config: RunConfig, prepare: Callable[[], obj
     backend = checked_backend(args, config, generators_only=False)
     if args.dry_run:
         return _dry_run(args, config, backend)
+    if args.max_restarts < 0:
+        raise ValueError(f"--max-restarts={args.max_restarts}: must not be negative; use 0 for none")
     if prepare is not None:
         prepare()
     if args.max_restarts:
@@ -154,8 +156,6 @@ def _train_with_restarts(args: argparse.Namespace, config: RunConfig) -> int:
     from torchtitan_rl.train.resume import place
     from torchtitan_rl.train.start import output_path
 
-    if args.max_restarts < 0:
-        raise ValueError(f"--max-restarts={args.max_restarts}: must not be negative; use 0 for none")
     arguments, directory = without_restarts(args.argv[args.argv.index(args.verb) + 1 :]), config.output_dir
     if not directory:
         directory = str(place(config, args.resume)[0] if args.resume else output_path(config, absolute=False))

@@ -67,16 +67,17 @@ def assumed_host(index: int, num_gpus: int) -> Host:
 
 
 def address_towards(host: str, port: int) -> str:
-    """This machine's address on the interface that leads to `host`. Sends nothing. Raises ValueError for a `host` that
-    cannot be resolved or routed to."""
+    """This machine's IPv4 address on the interface that leads to `host`. Sends nothing. Raises ValueError for a `host`
+    that cannot be resolved or routed to by IPv4, which everything else here speaks."""
     try:
-        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        entries = socket.getaddrinfo(host, port, family=socket.AF_INET, type=socket.SOCK_DGRAM)
+        family, kind, proto, _, address = entries[0]
         with socket.socket(family, kind, proto) as probe:
             probe.connect(address)
             return probe.getsockname()[0]
     except OSError as error:
         raise ValueError(
-            f"host={host!r}: cannot be resolved or routed to ({error}); give another address, or this "
+            f"host={host!r}: cannot be resolved or routed to by IPv4 ({error}); give another address, or this "
             "host's own in TORCHTITAN_RL_HOST_ADDRESS"
         ) from None
 

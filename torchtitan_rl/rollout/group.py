@@ -186,12 +186,21 @@ def _check_rewards(rollout: Rollout) -> None:
             raise RuntimeError(
                 f"algorithm.workflow: gave {name} {number!r} for task {rollout.task.id!r}; give {A_REWARD}"
             )
+    _as_floats(rollout)
     for kind, names in {"role": [rollout.role], "reward part": rollout.reward_parts}.items():
         if wrong := [name for name in names if not is_name(name)]:
             raise RuntimeError(
                 f"algorithm.workflow: gave task {rollout.task.id!r} a {kind} named {wrong[0]!r}, which cannot stand in "
                 f"the name of a metric; use {A_NAME}"
             )
+
+
+def _as_floats(rollout: Rollout) -> None:
+    """Rewards as Python's numbers: those of NumPy are no JSON, and `statistics.mean` rounds its integers."""
+    rollout.reward = None if rollout.reward is None else float(rollout.reward)
+    rollout.reward_parts = {name: float(number) for name, number in rollout.reward_parts.items()}
+    for turn in rollout.turns:
+        turn.reward = None if turn.reward is None else float(turn.reward)
 
 
 def rollouts_of(attempt: Rollout | list[Rollout], task: Task) -> list[Rollout]:

@@ -64,7 +64,8 @@ class Rollouts:
         if extended and config.asks_teacher:
             policy.teacher_version = await self.weights.teacher()
         failures = self.failures
-        groups = (running("play rollouts", self._play_draw(draw, workflow, policy)) for draw in draws)
+        oldest, restored = self.generator.policy_version, list[RolloutGroup]()
+        groups = (running("play rollouts", self._play_draw(draw, workflow, policy, restored)) for draw in draws)
         played: list = await asyncio.gather(*groups, return_exceptions=failures is not None)
         if failures is not None:
             played = failures.complete(played, counts)
@@ -73,12 +74,20 @@ class Rollouts:
         if config.trajectory_grouping_hook is None and all(map(_is_plain, played)):
             return played
         rollouts = [rollout for group in played for rollout in group.rollouts]
-        return form_groups(rollouts, config, counts, policy_version=self.generator.policy_version)
+        # With a lag a publication may fall into a batch's play, and restored groups were played before earlier ones.
+        turns = (turn for group in restored for rollout in group.rollouts for turn in rollout.turns)
+        oldest = min([oldest, *(version for turn in turns for version in turn.completion.policy_versions)])
+        return form_groups(rollouts, config, counts, policy_version=oldest)
 
-    async def _play_draw(self, draw: Draw, workflow: Callable, policy: Policy) -> RolloutGroup:
-        """The group of one draw, as played: before hooks and grouping. A restored group is not played again."""
+    async def _play_draw(
+        self, draw: Draw, workflow: Callable, policy: Policy, restored: list[RolloutGroup]
+    ) -> RolloutGroup:
+        """The group of one draw, as played: before hooks and grouping. A restored group is not played again, and is
+        added to `restored`."""
         group = None if self.finished is None else self.finished.take(draw.id, draw.task)
-        if group is None:
+        if group is not None:
+            restored.append(group)
+        else:
             play = partial(
                 run_group,
                 workflow,

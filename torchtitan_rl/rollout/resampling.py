@@ -53,7 +53,7 @@ async def fill_batch(
     batch.metrics = dict(counts)
     if filters.overlong == "penalty":
         batch.metrics["filter/overlong_penalty_mean"] = penalties / max(1, rollouts)
-    if filters.drops:
+    if filters.drops or filters.max_resamples:  # without a filter, failures drop groups
         batch.metrics |= {"filter/resampled_tasks": tried - config.tasks_per_step, "filter/missing_tasks": missing}
     if not batch.groups:
         raise NothingToTrainOn(_explanation(batch, config, rounds), batch)

@@ -75,7 +75,7 @@ class CollapseRule:
         """Counts a batch by its line of metrics."""
         config = self._config
         entropy, no_signal = line.get("policy/entropy", math.inf), line.get("reward/zero_std_frac", 0.0)
-        if config.min_entropy:
+        if config.min_entropy and line.get("tokens/trained", 1):  # without a trained token nobody knows the entropy
             self._count("min_entropy", entropy < config.min_entropy, f"entropy {entropy:.3g}")
         if config.max_no_signal:
             share = f"{no_signal:.0%} of groups without signal"

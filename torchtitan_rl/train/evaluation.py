@@ -191,7 +191,7 @@ async def evaluate(
         )
         rollouts = [[attempt for attempt in of_task if isinstance(attempt, Rollout)] for of_task in played]
         for task, of_task in zip(tasks, rollouts, strict=True):
-            fill_rewards(RolloutGroup(id=f"{label}/{task.id}", rollouts=of_task))  # a workflow may have rewarded turns
+            _fill_rewards(f"{label}/{task.id}", of_task)
             failed["failure/attempts"] += n - len(of_task)
         for index, (task, results) in enumerate(zip(tasks[:tasks_recorded], played)):
             for sample, attempt in enumerate(results, first_sample):
@@ -202,7 +202,7 @@ async def evaluate(
         return rollouts
 
     def num_correct(played: list[list[Rollout]]) -> list[int]:
-        return [sum(rollout.reward >= correct_reward for rollout in of_task) for of_task in played]
+        return [sum(bool(rollout.reward >= correct_reward) for rollout in of_task) for of_task in played]
 
     played = await attempts(1, 0.0, 0)
     greedy = num_correct(played)
@@ -227,6 +227,14 @@ async def evaluate(
     ]
     result.completions = completions
     return result
+
+
+def _fill_rewards(name: str, rollouts: list[Rollout]) -> None:
+    """Sets the rewards that a workflow has given to turns. An attempt without turns and without a reward is wrong."""
+    fill_rewards(RolloutGroup(id=name, rollouts=[rollout for rollout in rollouts if rollout.turns]))
+    for rollout in rollouts:
+        if rollout.reward is None:
+            rollout.reward = 0.0
 
 
 def _completion(task: Task, attempt: Rollout | GroupFailed, correct_reward: float) -> dict[str, Any]:

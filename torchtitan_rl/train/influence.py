@@ -56,11 +56,21 @@ class WeighedBatches:
     """
 
     def __init__(
-        self, source: BatchSource, trainer: TrainingClient, step: Callable[[], int], *, window: int, momentum: float
+        self,
+        source: BatchSource,
+        trainer: TrainingClient,
+        step: Callable[[], int],
+        version: Callable[[], int],
+        *,
+        window: int,
+        beta1: float,
     ) -> None:
-        """`step` says how many optimizer steps there were. `momentum` is Adam's first beta, to the power of a batch's
-        optimizer steps."""
-        self._source, self._trainer, self._step, self._momentum = source, trainer, step, momentum
+        """`step` says how many optimizer steps there were, `version` how many of them changed the weights. `beta1` is
+        Adam's first beta."""
+        self._source, self._trainer, self._step = source, trainer, step
+        self._version, self._beta1 = version, beta1
+        self._version_before = 0
+        """The version when the last batch was handed out."""
         self._before: dict[str, torch.Tensor] | None = None
         """Adam's first moments when the last batch was handed out; None: none has been."""
         self._steps: list[int] = []
@@ -95,7 +105,8 @@ class WeighedBatches:
         """Compares the gradient of the batch that has trained since the last call with those of the batches before."""
         moments = await self._trainer.moments()
         if self._before is not None:
-            direction = self._direction(moments)
+            taken = self._version() - self._version_before  # filters leave fewer minibatches, and steps are skipped
+            direction = self._direction(moments, self._beta1**taken) if taken else {}
             index = len(self._steps)
             for distance, other in enumerate(reversed(self._last), start=1):
                 if direction and other:
@@ -105,17 +116,21 @@ class WeighedBatches:
             self._steps.append(self._step())
             self._last.append(direction)
         self._before = {name: first for name, (first, _) in moments.items()}
+        self._version_before = self._version()
 
-    def _direction(self, moments: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    def _direction(
+        self, moments: dict[str, tuple[torch.Tensor, torch.Tensor]], momentum: float
+    ) -> dict[str, torch.Tensor]:
         """The batch's gradient times the root of what Adam multiplies it by, as vectors of length 1 in all; empty for a
-        gradient of 0. The inner product of two such vectors has Adam's whole factor."""
+        gradient of 0. The inner product of two such vectors has Adam's whole factor. `momentum` is the share of the
+        first moments before the batch that is left."""
         assert self._before is not None
         scaled, lengths, rounding = dict[str, torch.Tensor](), list[float](), list[float]()
         for name, (first, second) in moments.items():
             factor = 1 / (second.float().sqrt() + _EPSILON).sqrt()
             earlier = torch.zeros_like(factor)
             if name in self._before:
-                earlier = self._momentum * self._before[name] * factor
+                earlier = momentum * self._before[name] * factor
             scaled[name] = (first * factor - earlier).flatten()
             lengths.append(float(scaled[name].norm()))
             rounding.append(_ROUNDING * float(earlier.norm()))

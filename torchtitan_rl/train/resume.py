@@ -28,6 +28,11 @@ from torchtitan_rl.weights import checkpoint
 __all__ = ["Resumption", "find", "place", "open_copy", "open_run", "state_of", "restore"]
 
 
+_ADAPTED = {"algorithm.kl_coef": ("kl_coef",), "algorithm.entropy_coef": ("entropy_coef", "batch_entropy")}
+"""Field of the config -> what a run's state has of it, adapted batch by batch. A fork that changes the field begins
+with the field."""
+
+
 @dataclass(kw_only=True, slots=True)
 class Resumption:
     """Where a run goes on. `checkpoint` is None for a run that was killed before its first checkpoint: it begins
@@ -75,6 +80,9 @@ def find(config: RunConfig, resume: str) -> Resumption | None:
             point = None  # a checkpoint of the fork's own
         notes += _compared(candidate, config, {} if point is None else point.changes)
         new_draws = point is not None and point.new_draws
+        for changed in () if point is None else point.changes:
+            for name in _ADAPTED.get(changed, ()):
+                state.pop(name, None)
         return Resumption(path=path, checkpoint=candidate, state=state, new_draws=new_draws, notes=notes)
     raise ValueError(
         f"--resume={resume}: no checkpoint in {checkpoints} is usable ({'; '.join(notes)}); start a new run in another "

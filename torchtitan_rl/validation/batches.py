@@ -98,7 +98,7 @@ def _check_filters(config: RunConfig) -> None:
     """Refuses a filter that no group can pass, a share of groups without signal that every batch has, and a setting
     that no filter reads."""
     algorithm, filters, where = config.algorithm, config.algorithm.filters, "algorithm.filters"
-    if filters.max_resamples and not filters.drops:
+    if filters.max_resamples and not filters.drops and algorithm.on_rollout_failure == "fail":
         raise ValueError(
             f"{where}.max_resamples={filters.max_resamples}: has no effect, as no filter leaves groups "
             f"out; set {where}.zero_variance or {where}.overlong='drop', or use 0"

@@ -62,6 +62,11 @@ def check_roles(config: RunConfig, shape: DecoderShape) -> None:
             f"roles.refresh_reference_every={roles.refresh_reference_every}: there is no reference to refresh; "
             "set roles.reference or use 0"
         )
+    if roles.refresh_reference_every > config.controller.num_steps:
+        raise ValueError(
+            f"roles.refresh_reference_every={roles.refresh_reference_every}: never falls due within "
+            f"controller.num_steps={config.controller.num_steps}; lower it, or use 0 for a frozen reference"
+        )
     if roles.colocation == "policy_reference" and roles.reference is None:
         raise ValueError(
             "roles.colocation='policy_reference': there is no reference; set roles.reference or use 'none'"

@@ -126,6 +126,8 @@ def test_the_address_that_leads_to_a_host():
     assert address_towards("127.0.0.1", 29500) == "127.0.0.1"
     with pytest.raises(ValueError, match="host='no.such.host.invalid': cannot be resolved"):
         address_towards("no.such.host.invalid", 29500)
+    with pytest.raises(ValueError, match="host='::1': cannot be resolved or routed to by IPv4"):
+        address_towards("::1", 29500)
 
 
 def test_a_host_that_no_mesh_uses_is_refused():

@@ -105,6 +105,15 @@ def test_tensorboards_reader_gives_back_the_runs_numbers(tmp_path):
     assert images["curve"] == (run_dir.path / "curve.png").read_bytes()
 
 
+def test_a_fork_tells_tensorboard_its_config(tmp_path):
+    """A fork has the attempts of its parent."""
+    run_dir = begun(tmp_path / "run")
+    forked = attempts.attempts(run_dir)[-1] | {"attempt": 2, "phase": "reinforcement", "step": 4}
+    told(run_dir, TensorBoard(run_dir.path, CONFIG, forked), LINES)
+    _, texts, _ = read_tensorboard(run_dir.path / "tensorboard")
+    assert '"lr": 0.001' in texts["config/text_summary"]
+
+
 def test_tensorboard_forgets_the_steps_that_are_taken_again(tmp_path):
     path = tmp_path / "run"
     kept = next(i for i, line in enumerate(LINES) if line["phase"] == "reinforcement" and line["step"] == 5)

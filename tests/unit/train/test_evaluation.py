@@ -4,6 +4,7 @@ import json
 import random
 from collections import Counter
 
+import numpy as np
 import pytest
 from scipy.stats import binomtest
 
@@ -13,11 +14,13 @@ from tests.kit.run_config import run_config
 from tests.kit.sampler import CHARS, FunctionSampler
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.config.run import ControllerConfig, EvalSetConfig
+from torchtitan_rl.record.json_lines import json_line
 from torchtitan_rl.rollout.failures import Failures
 from torchtitan_rl.rollout.policy import Policy, single_turn
 from torchtitan_rl.tasks.letter_sort import LetterSort
 from torchtitan_rl.tasks.pass_rate_filter import prompt_hash
 from torchtitan_rl.train.evaluation import Evaluation, eval_families, evaluate
+from torchtitan_rl.types import Rollout
 from torchtitan_rl.validation.run import validate
 
 NUM_RIGHT = {"a": 0, "b": 1, "c": 2, "d": 4}  # of four samples; greedily c and d
@@ -91,6 +94,27 @@ async def test_avg_and_pass_and_their_intervals():
     wilson = binomtest(2, 4).proportion_ci(0.95, method="wilson")
     assert line["eval/accuracy_ci95_low"] == pytest.approx(wilson.low, abs=1e-12)
     assert result.summary() == "validation accuracy 0.500, avg@4 0.438, pass@2 0.583"
+
+
+async def test_rewards_of_numpy_count_as_numbers():
+    async def rewarded(task, policy, *, rollout_id, seed):
+        rollout = await single_turn(task, policy, rollout_id=rollout_id, seed=seed)
+        rollout.reward = np.float32(rollout.text == "y") if task.prompt in "ab" else np.int64(rollout.text == "y")
+        return rollout
+
+    result = await evaluation(workflow=rewarded, num_samples=4)
+    assert result.accuracy == 0.5 and result.avg_at_n == (0 + 1 + 2 + 4) / 16
+    json_line(result.metrics())
+
+
+async def test_an_attempt_without_turns_is_one_wrong_attempt():
+    async def sometimes(task, policy, *, rollout_id, seed):
+        if task.prompt == "d" and rollout_id.endswith("/0") and policy.temperature:
+            return Rollout(id=rollout_id, task=task, turns=[])
+        return await single_turn(task, policy, rollout_id=rollout_id, seed=seed)
+
+    result = await evaluation(workflow=sometimes, num_samples=4)
+    assert result.accuracy == 0.5 and result.avg_at_n == (0 + 1 + 2 + 3) / 16
 
 
 async def test_the_completions_of_the_first_tasks_are_kept():

@@ -14,6 +14,7 @@ from torchtitan_rl.record import attempts
 from torchtitan_rl.record.fork_point import ForkPoint, fork_point
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.train.fork import existing_fork, make_fork, plan_fork
+from torchtitan_rl.train.resume import find
 from torchtitan_rl.weights import checkpoint
 
 
@@ -33,7 +34,7 @@ def parent(tmp_path) -> RunDir:
             checkpoint.write_json(checkpoint.beside(saved) / checkpoint.RUN_CONFIG, plain)
             (checkpoint.beside(saved) / "model").mkdir()
             (checkpoint.beside(saved) / "model" / "weights").write_bytes(bytes(100))
-            state = {"step": step, "metrics_bytes": run_dir.metrics_size()}
+            state = {"step": step, "metrics_bytes": run_dir.metrics_size(), "kl_coef": 0.03}
             checkpoint.commit(checkpoint.beside(saved), saved, state, {})
             run_dir.tables["ledger"].rotate()
             run_dir.tables["ledger"].seal()
@@ -61,6 +62,15 @@ def test_a_fork_has_what_its_parent_had_at_the_checkpoint(parent, tmp_path):
     assert point.summary() == f"fork of {point.parent} at step 2: algorithm.group_size 8 -> 16"
     with pytest.raises(ValueError, match="holds files already"):
         make_fork(config, point)
+
+
+@pytest.mark.parametrize(("settings", "left"), [(["algorithm.kl_coef=0.5"], ()), ([], ("kl_coef",))])
+def test_a_coefficient_that_a_fork_sets_is_not_the_one_that_its_parent_adapted(parent, tmp_path, settings, left):
+    """With `kl_target` a run adapts it, and its checkpoints have it."""
+    path = tmp_path / "fork"
+    config, point = plan_fork(parent.path, 2, [*settings, "algorithm.group_size=16"], output_dir=str(path))
+    make_fork(config, point)
+    assert [name for name in find(config, "latest").state if name == "kl_coef"] == list(left)
 
 
 def test_a_fork_that_is_there_already_is_gone_on_with_and_another_one_is_refused(parent, tmp_path):

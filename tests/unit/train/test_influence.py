@@ -16,12 +16,16 @@ class Trainer:
     def __init__(self):
         self.weights = {"a": torch.nn.Parameter(torch.zeros(2)), "b": torch.nn.Parameter(torch.zeros(1, 1))}
         self.optimizer = torch.optim.AdamW(self.weights.values(), lr=0.1, betas=BETAS)
-        self.num_steps = 0
+        self.num_steps = self.version = 0
 
     def step(self, gradient):
+        """`gradient` None: the step is skipped, as for one that is not finite."""
+        self.num_steps += 1
+        if gradient is None:
+            return
+        self.version += 1
         self.weights["a"].grad, self.weights["b"].grad = torch.tensor(gradient[:2]), torch.tensor([gradient[2:]])
         self.optimizer.step()
-        self.num_steps += 1
 
     async def moments(self):
         state = {name: self.optimizer.state[p] for name, p in self.weights.items() if p in self.optimizer.state}
@@ -48,8 +52,8 @@ class Batches:
 async def weighed(of_batches, window, trainer=None):
     """The influences of batches with these gradients, each a list of one gradient per optimizer step."""
     trainer, source = trainer or Trainer(), Batches()
-    momentum = BETAS[0] ** len(of_batches[0])
-    batches = WeighedBatches(source, trainer, lambda: trainer.num_steps, window=window, momentum=momentum)
+    steps, version = lambda: trainer.num_steps, lambda: trainer.version
+    batches = WeighedBatches(source, trainer, steps, version, window=window, beta1=BETAS[0])
     for number, gradients in enumerate(of_batches, start=1):
         assert await batches.next_batch() == number
         for gradient in gradients:
@@ -109,6 +113,13 @@ async def test_batches_without_a_gradient_measure_nothing():
     assert [influence.alignment for influence in influences] == pytest.approx([1.0, 0.0, 1.0], abs=1e-5)
     _, alone = await weighed([[[1.0, 0.0, 0.0]]], window=1)
     assert alone == [Influence(step=1, alignment=0.0, deviations=0.0)]
+
+
+async def test_steps_that_were_skipped_or_left_out_do_not_blur_a_batch():
+    """A batch of two steps, one of one step because a filter left a minibatch out, and one whose step was skipped."""
+    one, other = [1.0, 0.0, 0.0], [0.0, 0.0, 1.0]
+    _, influences = await weighed([[one, one], [other], [None], [one]], 3)
+    assert [influence.alignment for influence in influences] == pytest.approx([0.5, 0.0, 0.0, 0.5], abs=1e-5)
 
 
 def test_influences_are_written_one_a_line(tmp_path):

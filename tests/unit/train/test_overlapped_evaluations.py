@@ -68,6 +68,13 @@ async def test_a_resumed_run_makes_the_evaluations_that_are_due_and_no_other():
     assert run.versions.holds == []
 
 
+async def test_an_evaluation_set_that_the_config_has_no_more_is_not_due():
+    run = Run(RunState(seed=0, step=4, evaluations_due=["validation", "removed"]))
+    run.beside.begin_due()
+    await run.publish()
+    assert run.made == [("validation", 4, 7)] and run.state.evaluations_due == []
+
+
 async def test_given_up_evaluations_stay_due_and_leave_nothing():
     run = Run()
     await run.beside.begin()

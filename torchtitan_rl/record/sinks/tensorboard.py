@@ -34,9 +34,9 @@ class TensorBoard(Listener):
         self._run_dir = RunDir(path)
         self._writers: dict[str, EventFileWriter] = {}
         self._make_writer = lambda phase: EventFileWriter(str(path / "tensorboard" / phase), flush_secs=_FLUSH_S)
-        if attempt["attempt"] > 1:
+        if (path / "tensorboard").exists():
             self._purge(attempt["phase"], attempt["step"])
-        else:
+        else:  # a first attempt, the first one with this sink, or a fork
             self._text("config", f"```json\n{json.dumps(config, indent=1, default=str)}\n```", 0)
 
     def metrics(self, event: Metrics) -> None:
