@@ -17,7 +17,7 @@ from typing import Any
 
 from annotated_types import Ge, GroupedMetadata, Gt, Le, Lt
 
-__all__ = ["Check", "Hint", "complaint"]
+__all__ = ["BETAS", "Check", "Hint", "complaint"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,12 @@ class Check:
     holds: Callable[[Any], Any]
     message: str
 
+
+BETAS = Check(
+    lambda betas: len(betas) == 2 and all(0 <= beta < 1 for beta in betas),
+    "must be two numbers from 0 to below 1; AdamW's usual ones are (0.9, 0.999)",
+)
+"""Of Adam's decay rates: with 1 its means never move, and beyond they grow without bound."""
 
 _HOLDS = {"gt": operator.gt, "ge": operator.ge, "lt": operator.lt, "le": operator.le}
 _WORDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}

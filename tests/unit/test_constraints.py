@@ -118,6 +118,11 @@ def test_a_task_of_ones_own_may_have_constraints():
             {"num_experts": 4, "top_k": 1, "load_balance_coeff": 0.0},
             "load_balance_coeff=0.0: must be positive; use None for no bias",
         ),
+        (
+            rl.AdamWConfig,
+            {"betas": (0.9, 1.0)},
+            "betas=(0.9, 1.0): must be two numbers from 0 to below 1; AdamW's usual ones are (0.9, 0.999)",
+        ),
         (YarnScaling, {"factor": 0.0, "original_max_seq_len": 32}, "factor=0.0: must be positive"),
     ],
 )

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Interval
 
-from torchtitan_rl.constraints import Hint
+from torchtitan_rl.constraints import BETAS, Hint
 
 __all__ = ["AlgorithmConfig", "DistillConfig", "EntropyControlConfig", "FilterConfig", "ScheduleConfig"]
 __all__ += ["SupervisedConfig"]
@@ -350,5 +350,5 @@ class SupervisedConfig:
     """Peak learning rate."""
     schedule: ScheduleConfig = field(default_factory=lambda: ScheduleConfig(decay="cosine"))
     """Learning rate over the supervised phase, relative to the peak `lr`."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: Annotated[tuple[float, float], BETAS] = (0.9, 0.95)
     """AdamW's decay rates in the supervised phase."""

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt
 from torchtitan.config import CommConfig, CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
 
-from torchtitan_rl.constraints import Check, Hint
+from torchtitan_rl.constraints import BETAS, Check, Hint
 
 __all__ = [
     "LORA_TARGETS",
@@ -30,7 +30,7 @@ class AdamWConfig:
 
     lr: Annotated[float, Ge(0)] = 1e-5
     """Peak learning rate; `algorithm.schedule` scales it."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: Annotated[tuple[float, float], BETAS] = (0.9, 0.95)
     """Decay rates of the running means of the gradient and of its square."""
     eps: Annotated[float, Ge(0)] = 1e-8
     """Added to the denominator of every update."""

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge
 
 from torchtitan_rl.config.algorithm import ScheduleConfig
-from torchtitan_rl.constraints import Hint
+from torchtitan_rl.constraints import BETAS, Hint
 
 __all__ = ["PreferenceConfig"]
 
@@ -43,7 +43,7 @@ class PreferenceConfig:
     """Peak learning rate."""
     schedule: ScheduleConfig = field(default_factory=lambda: ScheduleConfig(decay="linear"))
     """Learning rate over the preference phase, relative to the peak `lr`."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: Annotated[tuple[float, float], BETAS] = (0.9, 0.95)
     """AdamW's decay rates in the preference phase."""
     eval_pairs: Annotated[int, Ge(0), Hint("use 0 for none")] = 0
     """Pairs of the validation split, the first of it, that are scored after the last step; 0: none."""

@@ -155,7 +155,9 @@ class MismatchExplainer:
         return {place: samples for place, samples in chosen.items() if self._fits(samples)}
 
     def _fits(self, samples: list[Sample]) -> bool:
-        return bool(samples) and max(len(sample.tokens) for sample in samples) < self._max_model_len
+        if not samples or not all(len(sample.place_N) for sample in samples):
+            return False  # nothing was sampled that could be scored again
+        return max(len(sample.tokens) for sample in samples) < self._max_model_len
 
     async def _scored_early(self, rollout: Rollout) -> list[Sample]:
         samples = samples_of(rollout)
