@@ -33,13 +33,11 @@ _ACTIVATION_CHECKPOINT = {"none": None, "selective": SelectiveAC.Config, "full":
 
 @dataclass(kw_only=True, slots=True)
 class BuiltModel:
-    """A sharded model, and the spec, shape and state-dict adapter that publications and exports need."""
+    """A sharded model, and the spec and shape that publications and exports need."""
 
     model: torch.nn.Module
     spec: ModelSpec
     shape: DecoderShape
-    adapter: Any
-    """torchtitan's state-dict adapter, which translates between torchtitan's and Hugging Face's names."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -123,15 +121,16 @@ def build_model(
     with torch.no_grad():
         model.init_weights()
     model.train()
-    adapter = spec.state_dict_adapter(spec.model, str(assets_dir(model_config)))
     if has_weights(model_config):
-        hf.load_hf_weights(model, adapter, assets_dir(model_config), cut.shape, head=role not in VALUE_ROLES)
+        directory = assets_dir(model_config)
+        adapter = spec.state_dict_adapter(spec.model, str(directory))
+        hf.load_hf_weights(model, adapter, directory, cut.shape, head=role not in VALUE_ROLES)
     else:
         load_whole(model, _draw(cut.base, seed, TORCH_DTYPE_MAP[config.training.dtype]), device)
     if config.lora is not None:
         lora.require_frozen_base(model)
         lora.draw_adapters(model, seed)
-    return BuiltModel(model=model, spec=spec, shape=cut.shape, adapter=adapter)
+    return BuiltModel(model=model, spec=spec, shape=cut.shape)
 
 
 def build_optimizers(config: TrainerConfig, spec: ModelSpec, model: torch.nn.Module, parallel_dims):

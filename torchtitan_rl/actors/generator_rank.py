@@ -15,6 +15,7 @@ from torchtitan_rl.actors.profiling import profiled
 from torchtitan_rl.config.meshes import GeneratorConfig
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.engine.engine import Engine
+from torchtitan_rl.model.files import weight_files
 from torchtitan_rl.record.schedule import Schedules
 from torchtitan_rl.record.tracing import span
 from torchtitan_rl.types import Request
@@ -129,7 +130,7 @@ class GeneratorRank:
     async def fetch_hf(self, directory: str, version: int) -> None:
         """Stages weights from a Hugging Face directory. Raises RuntimeError for tensors that do not fit this model."""
         tensors = {}
-        for file in sorted(Path(directory).glob("*.safetensors")):
+        for file in weight_files(Path(directory)):
             with safe_open(file, "pt") as weights:
                 tensors.update({name: weights.get_tensor(name) for name in weights.keys()})
         state, specs = self.engine.from_hf(tensors), self.engine.parameter_specs

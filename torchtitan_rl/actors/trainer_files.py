@@ -38,7 +38,8 @@ class TrainerFiles:
         rank = self.rank
         if (Path(path) / "config.json").exists():
             head = rank.role not in VALUE_ROLES
-            hf.load_hf_weights(rank.model, rank.adapter, Path(path), rank.shape, head=head)
+            adapter = rank.spec.state_dict_adapter(rank.spec.model, path)
+            hf.load_hf_weights(rank.model, adapter, Path(path), rank.shape, head=head)
             if rank.config.lora is not None:  # an export has the old adapters merged in: start with B = 0
                 lora.draw_adapters(rank.model, rank.seed)
             rank.model.zero_grad()
@@ -110,7 +111,7 @@ class TrainerFiles:
         merged = {name: lora.merge(name, whole(tensor).cpu(), adapters) for name, tensor in state.items()}
         tokenizer_dir = assets_dir(rank.model_config)
         write_model_dir(Path(path), rank.shape, tokenizer_dir, eos=eos, pad=pad, classifier=classifier)
-        hf.write_hf_dir(merged, rank.adapter, Path(path), classifier=classifier)
+        hf.write_hf_dir(merged, self._export_adapter(), Path(path), classifier=classifier)
 
     def save_adapter(self, path: str) -> None:
         """Writes the adapters as a directory that PEFT loads. Raises ValueError without LoRA."""
@@ -120,7 +121,12 @@ class TrainerFiles:
         _, adapters = rank.exchange.base_and_adapters()
         if dist.get_rank() == 0:
             base = str(assets_dir(rank.model_config)) if has_weights(rank.model_config) else None
-            peft.write_peft_dir(adapters, rank.adapter, config, Path(path), base=base)
+            peft.write_peft_dir(adapters, self._export_adapter(), config, Path(path), base=base)
+
+    def _export_adapter(self) -> Any:
+        """torchtitan's adapter for the names of what this package writes: of no other directory, whose config.json may
+        be of a model that has this one as a part."""
+        return self.rank.spec.state_dict_adapter(self.rank.spec.model, None)
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Whole parameters, base weights and adapters apart, for tests and debugging of small models."""

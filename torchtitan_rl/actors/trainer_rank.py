@@ -75,7 +75,7 @@ class TrainerRank:
         built = build_model(
             config, model, role=role, seed=seed, parallel_dims=self.parallel_dims, device=device, dump_dir=dump_dir
         )
-        self.model, self.shape, self.adapter = built.model, built.shape, built.adapter
+        self.model, self.shape, self.spec = built.model, built.shape, built.spec
         tensor_parallel = self.parallel_dims.get_optional_mesh("tp")
         self.tensor_parallel = 0 if tensor_parallel is None else tensor_parallel.get_local_rank(), self.parallel_dims.tp
         """This rank's index in the tensor-parallel group, and the group's size."""

@@ -7,9 +7,10 @@ Modules of this folder import torchtitan's models inside functions, because conf
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
@@ -73,6 +74,8 @@ class DecoderShape(ABC):
     """Layers that can have low-rank adapters, by the names of `LoRAConfig.target_modules`."""
     other_weights: ClassVar[tuple[str, ...]] = ()
     """How names begin of tensors in a directory that are of parts which the family leaves out."""
+    optional_weights: ClassVar[str] = ""
+    """How names end of tensors that a directory may lack: a router's load-balancing bias, which then begins at 0."""
     has_sinks: ClassVar[bool] = False
     """Whether attention has sinks: learned scores, one a head, that take weight from a query's positions."""
 
@@ -167,10 +170,35 @@ class DecoderShape(ABC):
     def _fields_of_hf(cls, hf: dict[str, Any], where: str) -> dict[str, Any]:
         """The fields of the shape: `hf_keys.check_keys`, then `sizes_of_hf` and the fields that the family adds."""
 
+    def require_described_by(self, config_json: Path, *, head: bool = True) -> None:
+        """Raises ValueError for a config.json of another family or of a model that computes otherwise: with another
+        rotary embedding, say, which no tensor's size shows. `head=False`: whether the head is tied does not matter.
+
+        What a config.json leaves open may differ: the longest sequence, a load-balancing bias, and a scaled rotary
+        embedding where the config.json has none, which is how one asks for longer contexts."""
+        described = self.from_hf(config_json)
+        theirs = dict(_leaves(described))
+        for path, ours in _leaves(self):
+            name = path.rpartition(".")[2]
+            if name in ("max_seq_len", "load_balance_coeff") or name == "tie_embeddings" and not head:
+                continue
+            if path.startswith("rope_scaling.") and theirs.get("rope_scaling", 0) is None:
+                continue
+            if path not in theirs or theirs[path] != ours:
+                says = theirs[path] if path in theirs else getattr(described, path.partition(".")[0])
+                raise ValueError(
+                    f"weights={str(config_json.parent)!r}: its config.json says {path}={says}, and model.shape says "
+                    f"{ours}; leave model.shape out, which takes the sizes of model.assets, or give the "
+                    "directory of a model of this shape"
+                )
+
     def to_hf(self, eos_token_id: int, pad_token_id: int) -> dict[str, Any]:
         """The content of a Hugging Face `config.json` with these sizes."""
+        scaled = self._hf_rope()
+        of_version_4 = {"rope_scaling": scaled} if "rope_type" in scaled else {}  # it knows no rope_parameters
         return dict(
             **self._hf_kind(),
+            **of_version_4,
             vocab_size=self.vocab_size,
             hidden_size=self.dim,
             num_hidden_layers=self.n_layers,
@@ -179,7 +207,7 @@ class DecoderShape(ABC):
             head_dim=self.head_dim,
             intermediate_size=self.hidden_dim,
             rope_theta=self.rope_theta,
-            rope_parameters={"rope_type": "default", "rope_theta": self.rope_theta} | self._hf_rope(),
+            rope_parameters={"rope_type": "default", "rope_theta": self.rope_theta} | scaled,
             max_position_embeddings=self.max_seq_len,
             tie_word_embeddings=self.tie_embeddings,
             rms_norm_eps=self.norm_eps,
@@ -200,6 +228,16 @@ class DecoderShape(ABC):
     def _hf_rope(self) -> dict[str, Any]:
         """Keys of `rope_parameters` that describe a scaled rotary embedding."""
         return {}
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted path, value) of every field of a shape, and of its parts."""
+    for field in dataclasses.fields(value):
+        name, inner = f"{path}{field.name}", getattr(value, field.name)
+        if dataclasses.is_dataclass(inner):
+            yield from _leaves(inner, f"{name}.")
+        else:
+            yield name, inner
 
 
 def sizes_of_hf(

@@ -50,6 +50,7 @@ class GptOssShape(DecoderShape):
 
     name: ClassVar[str] = "gpt-oss"
     model_types: ClassVar[tuple[str, ...]] = ("gpt_oss",)
+    optional_weights: ClassVar[str] = ".e_score_correction_bias"
     has_sinks: ClassVar[bool] = True
 
     @property

@@ -52,6 +52,7 @@ class Qwen3Shape(DecoderShape):
 
     name: ClassVar[str] = "qwen3"
     model_types: ClassVar[tuple[str, ...]] = ("qwen3", "qwen3_moe")
+    optional_weights: ClassVar[str] = ".e_score_correction_bias"
 
     @property
     def layer_extras(self) -> int:

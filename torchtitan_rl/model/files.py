@@ -17,6 +17,7 @@ __all__ = [
     "missing_weights",
     "pad_token_id",
     "read_shape",
+    "weight_files",
     "write_model_dir",
 ]
 
@@ -48,6 +49,26 @@ def assets_dir(config: ModelConfig) -> Path:
 
 def has_weights(config: ModelConfig) -> bool:
     return any(assets_dir(config).glob("*.safetensors"))
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors of a Hugging Face directory that are the model, as transformers chooses: those that the index
+    names, or `model.safetensors`, or all where there is neither. Others may lie beside them, such as another program's
+    `consolidated.safetensors`. Raises ValueError for an index that cannot be read or names a file that is missing."""
+    index, one_file = directory / "model.safetensors.index.json", directory / "model.safetensors"
+    if index.exists():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ValueError(
+                f"weights={str(directory)!r}: {index.name} is no index ({error}); fetch it again"
+            ) from None
+        if missing := [name for name in names if not (directory / name).exists()]:
+            raise ValueError(
+                f"weights={str(directory)!r}: {missing[0]} is missing, which {index.name} names; finish the download"
+            )
+        return [directory / name for name in names]
+    return [one_file] if one_file.exists() else sorted(directory.glob("*.safetensors"))
 
 
 def missing_weights(config: ModelConfig, where: str = "model") -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common.linear import Linear
 
@@ -26,7 +27,10 @@ class ValueHead(Linear):
         """Does nothing: a value depends on neither."""
 
     def forward(self, input: torch.Tensor) -> dict[str, torch.Tensor]:
-        values = super().forward(input)
+        # Not in bfloat16, in which values of a group tie: the product has a single column.
+        dtype = torch.promote_types(input.dtype, torch.float32)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        values = F.linear(input.to(dtype), self.weight.to(dtype), bias)
         if isinstance(values, DTensor):
             values = values.to_local()
-        return {"predicted_values": values[..., 0].to(torch.promote_types(values.dtype, torch.float32))}
+        return {"predicted_values": values[..., 0]}

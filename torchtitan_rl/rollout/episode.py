@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -41,6 +41,8 @@ class Episode:
             )
         env.played = True
         self._steppable = False
+        self._thread: Future | None = None
+        """The call that a thread makes, or made last."""
 
     async def reset(self) -> Observation:
         observation = self._checked(await self._call("reset"), "reset")
@@ -72,6 +74,20 @@ class Episode:
         self._steppable = not step.done
         return step
 
+    async def close(self) -> None:
+        """Has the environment release what it holds, with the deadline of a step. Where a call that was late is still
+        under way in its thread, this is done there afterwards and not awaited."""
+        if type(self.env).close is Env.close:
+            return
+        if self._thread is not None and not self._thread.done():
+            self._thread.add_done_callback(lambda _: self._close_now())
+            return
+        await self._call("close")
+
+    def _close_now(self) -> None:
+        if (closing := self.env.close()) is not None:
+            asyncio.run(_awaited(closing))
+
     def check_sums(self, reward: float, parts: dict[str, float]) -> None:
         """Refuses sums over all steps that are no rewards."""
         for name, total in {"rewards": reward, **{f"parts {name!r}": total for name, total in parts.items()}}.items():
@@ -88,7 +104,8 @@ class Episode:
                 with span("wait for an environment"):
                     if inspect.iscoroutinefunction(function):
                         return await running("run an environment", function(*args))
-                    return await _in_thread(function, *args)
+                    self._thread = Future()
+                    return await _in_thread(self._thread, function, *args)
         except Exception as error:
             if isinstance(error, TimeoutError) and scope.expired():
                 raise EnvironmentFailed(
@@ -114,10 +131,13 @@ class Episode:
         )
 
 
-async def _in_thread(function: Callable, *args: Any) -> Any:
+async def _awaited(result: Awaitable[None]) -> None:
+    await result
+
+
+async def _in_thread(outcome: Future, function: Callable, *args: Any) -> Any:
     """Runs `function` in a daemon thread, which blocks neither the event loop nor the process's end if it never
-    returns."""
-    outcome: Future = Future()
+    returns. `outcome` is done once the function has returned."""
     outcome.set_running_or_notify_cancel()  # no cancellation from here on: set_result is always legal
 
     def call() -> None:

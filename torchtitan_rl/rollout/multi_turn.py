@@ -48,7 +48,7 @@ async def multi_turn(task: Task, policy: Policy, *, rollout_id: str, seed: int, 
             raise
         rollout.end_reason = "time"
     finally:
-        env.close()
+        await episode.close()
     if rollout.turns:
         first, last = rollout.turns[0], rollout.turns[-1]
         episode_tokens = [*last.prompt_tokens, *last.completion.tokens][len(first.prompt_tokens) :]

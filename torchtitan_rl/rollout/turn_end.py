@@ -18,11 +18,12 @@ def warn_open_turns(tokenizer: Any, family: TaskFamily, stop_token_ids: Sequence
     """Warns where completions of a family of one turn go on after the template's end of a turn, as with the tokenizer
     of a base model: its end-of-sequence token is another.
 
-    Families with environments are left out: `Dialogue` stops their completions. Raises ValueError for prompts of
+    Tasks with environments are left out: `Dialogue` stops their completions. Raises ValueError for prompts of
     messages and a tokenizer without a template.
     """
-    prompt = family.task("train", 0).prompt
-    if hasattr(family, "environment") or not prompt or not isinstance(prompt[0], dict):
+    task = family.task("train", 0)
+    prompt, environment = task.prompt, getattr(family, "environment", None)
+    if environment is not None and environment(task) is not None or not prompt or not isinstance(prompt[0], dict):
         return
     end = Chat(tokenizer).end_of_turn(prompt)  # type: ignore[arg-type]  # the first is a message, so all are
     if end is None or end in (tokenizer.eos_token_id, *stop_token_ids):

@@ -60,8 +60,9 @@ class Env(ABC):
     def step(self, text: str) -> Step | Awaitable[Step]:
         """Answers a completion, given as text without special tokens."""
 
-    def close(self) -> None:  # noqa: B027  Optional: most environments hold nothing
-        """Releases the environment's resources; called once, however the play ended."""
+    def close(self) -> None | Awaitable[None]:  # noqa: B027  Optional: most environments hold nothing
+        """Releases the environment's resources; called once, however the play ended, and after a `reset` or `step` that
+        was late has come to its end."""
 
 
 class Attempts(Env):

@@ -130,7 +130,7 @@ def _read_hub(path: str, subset: str | None, split: str) -> Any:
 # A minus sign, not a dash between two numbers; currency; digits, alone or in groups of three; maybe a denominator.
 _NUMBER = re.compile(
     r"(?P<sign>(?<![\w)\]}])-)?(?:[$€£](?P<inner_sign>-)?)?"
-    r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+(?![0-9]|,[0-9]))(?:\.[0-9]+)?|(?<![\w.])\.[0-9]+)"
+    r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|(?<![0-9])[0-9]++(?!,[0-9]))(?:\.[0-9]+)?|(?<![\w.])\.[0-9]+)"
     r"(?:\s?/\s?(?P<denominator>[0-9]+))?"
 )
 _BOX = re.compile(r"\\boxed\s?\{((?:[^{}]|\{[^{}]*\})*)\}")

@@ -13,9 +13,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 
 __all__ = ["main"]
@@ -37,7 +39,12 @@ def main(task: str, *agent: str) -> None:
     logs = Path(os.environ.get("TMPDIR", ".")).resolve() / "harbor-logs"
     (logs / "verifier").mkdir(parents=True)
     _run([*agent, instruction], settings.get("agent", {}), {})
-    tests = shutil.copytree(directory / "tests", logs.parent / "harbor-tests")  # after the agent, who could change them
+    # After the agent, who could have written rewards or tests of its own.
+    tests = logs.parent / "harbor-tests"
+    for place in (logs / "verifier", tests):
+        shutil.rmtree(place, ignore_errors=True)
+    (logs / "verifier").mkdir(parents=True)
+    shutil.copytree(directory / "tests", tests)
     places = {"HARBOR_LOGS": str(logs), "HARBOR_TESTS": str(tests)}
     _run(["bash", str(tests / "test.sh")], settings.get("verifier", {}), places)
     Path(os.environ["REWARD_FILE"]).write_text(json.dumps(_reward(logs / "verifier")))
@@ -46,13 +53,19 @@ def main(task: str, *agent: str) -> None:
 def _run(command: list[str], settings: dict, places: dict[str, str]) -> None:
     variables = {name: str(value) for name, value in settings.get("env", {}).items()}
     try:
-        done = subprocess.run(command, env=os.environ | variables | places, timeout=settings.get("timeout_sec"))
-    except subprocess.TimeoutExpired:
-        return  # an agent that is late has done what it has done, and tests that are late have no reward
+        process = subprocess.Popen(command, env=os.environ | variables | places, process_group=0)
     except OSError as error:
         sys.exit(f"harbor: {command[0]!r} cannot be started ({error}); mend the command")
-    if done.returncode and not places:
-        sys.exit(f"harbor: {command[0]!r} ended with status {done.returncode}")
+    try:
+        status = process.wait(settings.get("timeout_sec"))
+    except subprocess.TimeoutExpired:
+        status = 0  # an agent that is late has done what it has done, and tests that are late have no reward
+    finally:
+        with suppress(ProcessLookupError):  # nothing that it has begun goes on beside what follows
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if status and not places:
+        sys.exit(f"harbor: {command[0]!r} ended with status {status}")
 
 
 def _reward(verifier: Path) -> dict[str, float]:

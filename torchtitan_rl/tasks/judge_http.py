@@ -161,6 +161,11 @@ class HttpJudge:
             self._retried += retries
             why = f"{self.base_url}: a request was answered at try {retries + 1}"
             log_retries(self._retried - retries, self._retried, why)
+        if not getattr(answer, "choices", None):
+            raise ValueError(
+                f"http_judge.base_url={self.base_url!r}: gave no completion, but {str(answer)[:80]!r}; give the "
+                "address up to and with its version, such as http://HOST:PORT/v1"
+            )
         choice = answer.choices[0]
         text = (choice.message.content if self.chat else choice.text) or ""
         if choice.finish_reason == "length" and not self.parse_truncated:

@@ -109,7 +109,10 @@ def served(server: str) -> str:
     if "://" in server:
         return server
     with _STARTING:
-        url = _started(server)
+        process, url = _servers.get(server, (None, ""))
+        if process is None or process.poll() is not None:  # not yet started, or it has died
+            process, url = _started(server)
+            _servers[server] = process, url
     if not url:
         raise RuntimeError(
             f"openenv: server {server!r} did not answer; start it by hand and mend it: python -m uvicorn {server}"
@@ -118,6 +121,8 @@ def served(server: str) -> str:
 
 
 _STARTING = threading.Lock()
+_servers: dict[str, tuple[subprocess.Popen, str]] = {}
+"""Server -> its process and URL."""
 # The pipe closes when this process ends, whatever it ends of. The package's server raises whenever a client leaves,
 # which uvicorn would tell at every episode.
 _SERVE = """
@@ -127,9 +132,8 @@ uvicorn.run(sys.argv[1], host="127.0.0.1", port=int(sys.argv[2]), log_level="cri
 """
 
 
-@functools.cache
-def _started(server: str) -> str:
-    """The URL of a server that was started; empty where it does not answer."""
+def _started(server: str) -> tuple[subprocess.Popen, str]:
+    """The process of a server that was started, and its URL; an empty one where it does not answer."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -140,11 +144,12 @@ def _started(server: str) -> str:
     while time.monotonic() < deadline and process.poll() is None:
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=5):
-                return url
+                return process, url
         except OSError:
             time.sleep(0.2)
     process.kill()
-    return ""
+    process.wait()
+    return process, ""
 
 
 def _environment() -> dict[str, str]:

@@ -56,6 +56,8 @@ class RowTasks:
             if value is None or value == "" or value != value:  # NaN, as pandas writes what is missing
                 raise self._error(part, position, f"has no {part}", self._remedy(part))
         answer, demonstration = parts.get("answer"), parts.get("demonstration")
+        if self.config.reward is None and isinstance(answer, float) and answer.is_integer():
+            answer = int(answer)  # beside fractions a column of numbers is one of floats, and `18` becomes 18.0
         if self.config.reward is None and not isinstance(answer, str | int | float):
             kind = type(answer).__name__
             raise self._error("answer", position, f"has a {kind}, which no text can equal", "give dataset.reward")

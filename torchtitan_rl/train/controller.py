@@ -215,7 +215,7 @@ class Controller(AbstractAsyncContextManager):
         config = run_backend.settle(config)
         hosts = run_backend.hosts_for(config, hosts, generators_only=hf_weights is not None)
         if hf_weights is not None:
-            resolve_shape(config.model).from_hf(hf_weights / "config.json")  # refuses weights of another family
+            resolve_shape(config.model).require_described_by(hf_weights / "config.json")
         if hf_weights is None and (missing := run_backend.missing_weights(config)):
             raise ValueError(missing)
         inputs = read_inputs(config)

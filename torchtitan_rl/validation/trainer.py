@@ -30,6 +30,12 @@ def check_trainer(where: str, trainer: TrainerConfig, model: ModelConfig, longes
             "leaves a rank without vocabulary; lower it"
         )
     _check_experts(where, trainer, model, shape)
+    if trainer.lora is not None and shape.experts is not None and shape.experts.load_balance_coeff:
+        raise ValueError(
+            f"{where}.lora: leaves the base as it is, and model.shape.experts.load_balance_coeff="
+            f"{shape.experts.load_balance_coeff} moves a bias of its routers, which no checkpoint of adapters has; use "
+            "load_balance_coeff=None"
+        )
     for target in trainer.lora.target_modules if trainer.lora is not None else ():
         if target not in shape.lora_targets:
             raise ValueError(

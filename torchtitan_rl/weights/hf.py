@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import struct
 from pathlib import Path
@@ -11,11 +12,12 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.families import DecoderShape
 from torchtitan_rl.model import lora
-from torchtitan_rl.model.files import assets_dir
+from torchtitan_rl.model.files import assets_dir, weight_files
 from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.model.sharding import whole
 from torchtitan_rl.weights.saved_state import naming_failures
@@ -34,9 +36,7 @@ def load_hf_weights(model, adapter, directory: Path, shape: DecoderShape, *, hea
     directory whose config.json is of another family or of a model that the family does not compute, and for tensors of
     other names or sizes than the model's. Raises RuntimeError for a file that cannot be read to its end.
     """
-    if (directory / "config.json").exists():
-        shape.from_hf(directory / "config.json")
-    reader = HuggingFaceStorageReader(str(directory))
+    reader = _WeightReader(directory)
     if misfit := _misfit(adapter, reader, directory, shape, head=head):
         raise ValueError(misfit)
     state_dict = model.state_dict()
@@ -45,6 +45,9 @@ def load_hf_weights(model, adapter, directory: Path, shape: DecoderShape, *, hea
         state.pop("lm_head.weight", None)
         if SCORE in reader.read_metadata().state_dict_metadata:
             state[SCORE] = state_dict["lm_head.weight"]
+    entries = reader.read_metadata().state_dict_metadata
+    if shape.optional_weights:
+        state = {name: of for name, of in state.items() if name in entries or not name.endswith(shape.optional_weights)}
     with naming_failures(directory):
         dcp.load(state, storage_reader=reader)
     value_head = state.pop(SCORE, None)
@@ -66,9 +69,24 @@ def weights_misfit(config: ModelConfig, *, head: bool = True, score: bool = Fals
 
     directory = assets_dir(config)
     spec = build_spec(config)
-    adapter = spec.state_dict_adapter(spec.model, None)
-    reader = HuggingFaceStorageReader(str(directory))
+    adapter = spec.state_dict_adapter(spec.model, str(directory))
+    reader = _WeightReader(directory)
     return _misfit(adapter, reader, directory, resolve_shape(config), head=head, score=score)
+
+
+class _WeightFiles(FileSystem):
+    """Lists the files of a directory that are the model."""
+
+    def ls(self, path: str | os.PathLike) -> list[str]:
+        return [str(file) for file in weight_files(Path(path))]
+
+
+class _WeightReader(HuggingFaceStorageReader):
+    """torch's reader of a directory's safetensors, for those of `weight_files` alone: torch's takes all there are."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(str(directory))
+        self.fs = _WeightFiles()
 
 
 def _misfit(
@@ -76,15 +94,21 @@ def _misfit(
 ) -> str:
     """Why the files have not the tensors of the adapter's model in their sizes, or have others; empty when they fit. A
     head that is tied or not read, tables of the rotary embedding and parts that the family leaves out may be there."""
+    try:
+        if (directory / "config.json").exists():
+            shape.require_described_by(directory / "config.json", head=head)
+        weight_files(directory)
+    except ValueError as error:
+        return str(error)
+    try:
+        entries = reader.read_metadata().state_dict_metadata
+    except (OSError, ValueError, SafetensorError, struct.error) as error:
+        return f"weights={str(directory)!r}: a safetensors file has no header ({error}); copy the files again"
     with torch.device("meta"):  # the whole model: a rank's own state has its own experts alone
         whole = adapter.model_config.build()
     state = adapter.to_hf(lora.base_state(whole.state_dict()))
     if not head:
         state.pop("lm_head.weight", None)
-    try:
-        entries = reader.read_metadata().state_dict_metadata
-    except (OSError, ValueError, SafetensorError, struct.error) as error:
-        return f"weights={str(directory)!r}: a safetensors file has no header ({error}); copy the files again"
     sizes: dict[str, tuple[int, ...]] = {name: tuple(getattr(entry, "size", ())) for name, entry in entries.items()}
     if not head and SCORE in sizes and sizes[SCORE] != (1, shape.dim):
         return (
@@ -98,9 +122,11 @@ def _misfit(
         )
     computed = [re.escape(name).replace(r"\{\}", r"\d+") for name, ours in adapter.from_hf_map.items() if ours is None]
     left_out = [re.escape(beginning) + ".*" for beginning in shape.other_weights]
-    other_heads = ["lm_head\\.weight"] + ([] if head else [re.escape(SCORE)])
+    tied = not head or shape.tie_embeddings
+    other_heads = (["lm_head\\.weight"] if tied else []) + ([] if head else [re.escape(SCORE)])
     unread = re.compile("|".join([*other_heads, *computed, *left_out]))
-    wrong = [f"{name} is missing" for name in state if name not in sizes]
+    optional = tuple(filter(None, [shape.optional_weights]))
+    wrong = [f"{name} is missing" for name in state if name not in sizes and not name.endswith(optional)]
     wrong += [
         f"{name} is {list(sizes[name])}, not {list(tensor.shape)}"
         for name, tensor in state.items()

@@ -726,6 +726,10 @@ def test_experts_have_no_adapters():
     ):
         validate(config)
     config.trainer.lora = LoRAConfig(rank=4, target_modules=["qkv_proj", "o_proj"])
+    experts = config.model.shape.experts
+    config.model.shape.experts = dataclasses.replace(experts, load_balance_coeff=0.01)
+    assert "moves a bias of its routers, which no checkpoint of adapters has" in refusal(validate, config)
+    config.model.shape.experts = experts
     validate(config)
 
 

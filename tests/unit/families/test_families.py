@@ -133,6 +133,8 @@ def test_parameters_are_counted_as_they_are(both):
 def test_a_shape_survives_the_config_of_transformers(both):
     shape, _, _, theirs = both
     assert shape_of_hf(shape.to_hf(1, 0), "m") == shape
+    scaled = shape.to_hf(1, 0).get("rope_scaling")  # transformers 4 reads no rope_parameters
+    assert (scaled is not None) == (getattr(shape, "rope_scaling", None) is not None)
     assert shape_of_hf(theirs.config.to_dict(), "m") == shape
 
 

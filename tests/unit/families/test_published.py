@@ -4,11 +4,16 @@ The contents are written by hand, as the models' pages on the Hub showed them; Q
 registry.
 """
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from torchtitan_rl.config.load import load_config
 from torchtitan_rl.families import shape_of_hf
+from torchtitan_rl.model.shape import resolve_shape
 
 QWEN3 = dict(
     architectures=["Qwen3ForCausalLM"],
@@ -205,3 +210,19 @@ def test_a_published_config_is_read_and_counted(name):
     assert sum(parameter.numel() for parameter in theirs.parameters()) == parameters
     assert shape_of_hf(theirs.config.to_dict(), name) == shape  # as this transformers writes it
     assert shape_of_hf(shape.to_hf(1, 0), name) == shape
+
+
+@pytest.mark.parametrize(
+    ("config", "model"),
+    {
+        "llama3_2_1b_gsm8k": "Llama-3.2-1B",
+        "qwen2_5_1_5b_gsm8k": "Qwen2.5-1.5B",
+        "qwen3_0_6b_gsm8k": "Qwen3-0.6B",
+        "qwen3_4b_gsm8k": "Qwen3-4B",
+        "qwen3_5_0_8b_gsm8k": "Qwen3.5-0.8B, its text part",
+    }.items(),
+)
+def test_the_configs_of_this_package_have_the_sizes_of_the_models_that_they_are_for(config, model, tmp_path):
+    shape = resolve_shape(load_config(str(Path(__file__).parents[3] / "configs" / f"{config}.py")).model)
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[model][0]))
+    shape.require_described_by(tmp_path / "config.json")

@@ -22,7 +22,7 @@ from torchtitan_rl.model.shape import kv_bytes_per_token, state_bytes
 from torchtitan_rl.model.spec import build_spec, critic_spec
 from torchtitan_rl.validation.generator import check_engine
 from torchtitan_rl.validation.trainer import check_degree, check_trainer
-from torchtitan_rl.weights.hf import load_hf_weights, write_hf_dir
+from torchtitan_rl.weights.hf import load_hf_weights, weights_misfit, write_hf_dir
 
 SHAPE = SHAPES["qwen3_5"]
 CHANGES = {
@@ -110,6 +110,7 @@ def test_the_files_of_a_whole_model_are_read_under_their_names(tmp_path):
         tmp_path / "model.safetensors",
     )
     (tmp_path / "config.json").write_text(json.dumps(whole(SHAPE.to_hf(1, 0))))
+    assert weights_misfit(ModelConfig(assets=str(tmp_path))) == ""  # as before every run
     fresh = build_spec(ModelConfig(shape=SHAPE)).model.build()
     fresh.init_weights()
     load_hf_weights(fresh, spec.state_dict_adapter(spec.model, str(tmp_path)), tmp_path, SHAPE)

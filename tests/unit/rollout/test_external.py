@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from openai import BadRequestError
+from openai import APIStatusError, BadRequestError
 
 from tests.kit.sampler import FunctionSampler, policy
 from tests.unit.serve.opened import BYTES, END, client, user
@@ -333,6 +333,25 @@ async def test_a_fault_of_the_generators_is_not_the_agents():
 
     with pytest.raises(SamplingFailed, match="no generator replica"):
         await play(right, sampler=FunctionSampler(broken))
+
+
+async def test_a_fault_that_a_later_try_has_healed_is_not_blamed_for_the_agents_own():
+    tries = []
+
+    def once(prompt, params):
+        tries.append(None)
+        if len(tries) == 1:
+            raise RuntimeError("one replica was restarted")
+        return "3" + END
+
+    async def agent(task, endpoint):
+        with pytest.raises(APIStatusError):
+            await ask(endpoint)
+        await ask(endpoint)
+        raise KeyError("of the agent")
+
+    with pytest.raises(AgentFailed, match="KeyError"):
+        await play(agent, sampler=FunctionSampler(once, tokenizer=BYTES))
 
 
 async def test_an_attempt_that_goes_on_after_its_end_meets_a_closed_session():

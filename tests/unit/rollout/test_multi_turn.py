@@ -1,6 +1,7 @@
 """Rollouts of several turns, token by token, with a sampler that says what the test tells it to."""
 
 import asyncio
+import threading
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torchtitan_rl.rollout.group import run_group, workflow_of
 from torchtitan_rl.rollout.multi_turn import Limits, multi_turn
 from torchtitan_rl.rollout.policy import single_turn
 from torchtitan_rl.tasks.calculator import Calculator
-from torchtitan_rl.tasks.env import Attempts, Step
+from torchtitan_rl.tasks.env import Attempts, Env, Step
 from torchtitan_rl.tasks.family import stable_hash
 from torchtitan_rl.tasks.letter_sort import LetterSort
 from torchtitan_rl.tasks.rewards import Rewards
@@ -238,3 +239,75 @@ async def test_several_attempts_take_any_reward_and_keep_its_parts():
     rollout = await play(Attempts(task, Rewards({"exact": (exact, 2.0)}), num_attempts=3), policy("7<eos>", "408<eos>"))
     assert [turn.reward for turn in rollout.turns] == [0.0, 2.0]
     assert rollout.reward_parts == {"exact": 1.0}
+
+
+class Closed(AsyncScriptedEnv):
+    """Counts the calls of `close`; `how` closes."""
+
+    def __init__(self, how, **step):
+        super().__init__(Step(observation="on", reward=0.5, done=True))
+        self.how, self.closed = how, 0
+
+
+class ClosedAsync(Closed):
+    async def close(self):
+        await asyncio.sleep(0)
+        self.closed += 1
+        await self.how()
+
+
+class ClosedInThread(Closed):
+    def close(self):
+        self.closed += 1
+        self.how()
+
+
+async def test_an_async_close_is_awaited():
+    async def nothing():
+        pass
+
+    env = ClosedAsync(nothing)
+    assert (await play(env, policy("a<eos>"))).reward == 0.5 and env.closed == 1
+
+
+async def test_a_close_that_takes_long_stops_neither_the_loop_nor_the_run():
+    waits = threading.Event()
+    env, short = ClosedInThread(waits.wait), Limits(max_turns=4, max_tokens=64, timeout_s=10.0, step_timeout_s=0.2)
+    with pytest.raises(EnvironmentFailed, match="environment=ClosedInThread: close gave no answer .* within 0.2 s"):
+        await play(env, policy("a<eos>"), short)
+    waits.set()
+
+
+async def test_a_close_that_raises_names_the_environment():
+    def gone():
+        raise OSError("gone")
+
+    with pytest.raises(EnvironmentFailed, match="environment=ClosedInThread: close raised OSError: gone for task"):
+        await play(ClosedInThread(gone), policy("a<eos>"))
+
+
+async def test_a_reset_that_is_late_is_closed_after_it_has_ended():
+    released, calls = threading.Event(), []
+
+    class Slow(Env):
+        def reset(self):
+            released.wait(10)
+            calls.append("reset")
+            return "x"
+
+        def step(self, text):
+            raise AssertionError
+
+        def close(self):
+            calls.append("close")
+
+    short = Limits(max_turns=4, max_tokens=64, timeout_s=10.0, step_timeout_s=0.1)
+    with pytest.raises(EnvironmentFailed, match="reset gave no answer"):
+        await play(Slow(), policy("a<eos>"), short)
+    assert calls == []
+    released.set()
+    for _ in range(200):
+        if len(calls) == 2:
+            break
+        await asyncio.sleep(0.01)
+    assert calls == ["reset", "close"]

@@ -7,7 +7,9 @@ from tests.kit.sampler import CHARS
 from tests.unit.rollout.templates import QWEN_LIKE, byte_bpe
 from torchtitan_rl.rollout.turn_end import warn_open_turns
 from torchtitan_rl.tasks.calculator import Calculator
+from torchtitan_rl.tasks.curriculum import Curriculum
 from torchtitan_rl.tasks.dataset import Dataset
+from torchtitan_rl.tasks.mixture import Mixture
 
 BASE = byte_bpe(QWEN_LIKE)  # its eos is <|endoftext|>, as in Qwen's base models
 END = BASE.convert_tokens_to_ids("<|im_end|>")
@@ -21,6 +23,15 @@ def test_a_turn_that_would_not_end_is_said_with_what_to_set(caplog):
         "tokenizer.eos_token='<|endoftext|>': the chat template ends a turn with '<|im_end|>', where a completion "
         f"would not stop; set --sampling.stop-token-ids {END}"
     )
+
+
+@pytest.mark.parametrize(
+    "wrapped", [lambda task: Curriculum.Config(task=task), lambda task: Mixture.Config(tasks={"one": task})]
+)
+def test_a_family_around_another_is_warned_of_too(wrapped, caplog):
+    """It has a method `environment`, which gives None for a task of one turn."""
+    warn_open_turns(BASE, wrapped(Dataset.Config(data=ROWS)).build(), [])
+    assert "where a completion would not stop" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,17 @@ def rows(num, first=0):
     return [{"question": f"What is {i}+{i}?", "answer": str(2 * i), "how": f"{i} twice"} for i in range(first, num)]
 
 
+def test_whole_answers_beside_fractions_stay_whole(here):
+    """A column of both is one of floats, in which 18 is 18.0."""
+    family = Dataset.Config(
+        train=write("numbers.jsonl", [{"prompt": f"{n}?", "answer": n} for n in (18, 2.5, 3)])
+    ).build()
+    tasks = {
+        family.task("train", i).prompt[0]["content"]: family.task("train", i) for i in range(family.num_tasks("train"))
+    }
+    assert family.reward(tasks["18?"], ["18", "18.0"]) == [1.0, 0.0]
+
+
 def write(name, made):
     with open(name, "w") as file:
         file.writelines(json.dumps(row) + "\n" for row in made)

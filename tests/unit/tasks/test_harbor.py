@@ -55,6 +55,20 @@ async def test_a_reward_of_several_numbers(tmp_path):
     assert (rollout.reward, rollout.reward_parts) == (0.75, {"right": 1.0, "short": 0.5})
 
 
+async def test_rewards_and_tests_that_an_agent_wrote_do_not_count(tmp_path):
+    forging = """
+import os, pathlib, subprocess
+ours = pathlib.Path(os.environ["TMPDIR"])
+(ours / "harbor-logs" / "verifier" / "reward.json").write_text('{"reward": 1.0}')
+(ours / "harbor-tests").mkdir()
+subprocess.Popen("sleep 1; echo late > late", shell=True)
+"""
+    agent = (*AGENT[:1], "-c", f"{forging}\nimport runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0])")
+    script = "sleep 2; (test -e late && echo 1 || echo 0) > $HARBOR_LOGS/verifier/reward.txt"
+    rollout = await play("w", changed(tmp_path, "tests/test.sh", script), (*agent, AGENT[1]))
+    assert (rollout.reward, rollout.reward_parts) == (0.0, {})
+
+
 @pytest.mark.parametrize(
     "file, text, agent, message",
     [

@@ -29,7 +29,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.lock, self.requests, self.failed, self.now, self.most = threading.Lock(), [], 0, 0, 0
         self.fail_every, self.status, self.hang, self.over = 0, 500, False, threading.Event()
-        self.cut = False
+        self.cut = self.page = False
 
     def handle_error(self, request, client_address):
         """A client that has left is no error here."""
@@ -58,10 +58,10 @@ class Handler(BaseHTTPRequestHandler):
         answer = asked.split()[-1]
         said = {"error": {"message": "overloaded"}} if failing else chat_completion(answer)
         said.get("choices", [{}])[0].update(text=answer, finish_reason="length" if server.cut else "stop")
-        data = json.dumps(said).encode()
+        data = b"<html>a page</html>" if server.page else json.dumps(said).encode()
         self.send_response(server.status if failing else 200)
         for name, value in {
-            "Content-Type": "application/json",
+            "Content-Type": "text/html" if server.page else "application/json",
             "Content-Length": len(data),
             "retry-after-ms": "20",
         }.items():
@@ -156,6 +156,14 @@ async def test_a_model_without_a_chat_template_goes_on_with_a_text(server):
     assert path == "/v1/completions" and body["prompt"].startswith("How many? 7 ") and "messages" not in body
     messages = http_judge(server, chat=False, prompt=lambda task, text: [{"role": "user", "content": text}])
     assert "http_judge.chat=False: goes on with a text" in await refused(messages, "right")
+
+
+async def test_an_address_without_its_version_is_named(server):
+    """Many servers answer any path with a page."""
+    server.page = True
+    asked = HttpJudge(base_url=server.url.removesuffix("/v1"), model="m", prompt=PROMPT)
+    with pytest.raises(RuntimeError, match="gave no completion, but .*; give the address up to and with its version"):
+        await judge(asked, TASK, ["7"], 5.0)
 
 
 async def test_half_a_number_is_no_reward(server):

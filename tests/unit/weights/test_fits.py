@@ -1,5 +1,7 @@
 """Weights of another model than the config's are refused by name before they are read."""
 
+import dataclasses
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from tests.unit.families.shapes import SHAPES
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.families.rope import Llama3Scaling
 from torchtitan_rl.launch.choice import backend_of
 from torchtitan_rl.model.spec import build_spec
 from torchtitan_rl.tasks.letter_sort import LetterSort
@@ -74,6 +77,90 @@ def test_weights_of_another_model_are_refused_by_name(change, message, qwen2):
     assert text.startswith(f"weights={str(directory)!r}: {message}") and text.endswith("of these sizes")
     assert ("and 15 more" in text) == message.startswith("20")
     assert weights_misfit(ModelConfig(assets=str(directory), shape=shape)) == text  # before anything is built
+
+
+def directory_of(shape, directory, **config):
+    """A directory with weights drawn for a shape, and a config.json with some keys changed."""
+    spec = build_spec(ModelConfig(shape=shape))
+    model = spec.model.build()
+    model.init_weights()
+    write_hf_dir(model.state_dict(), spec.state_dict_adapter(spec.model, None), directory)
+    (directory / "config.json").write_text(json.dumps(shape.to_hf(1, 0) | config))
+    return spec, model
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "message"),
+    [
+        ("qwen3", {"rope_theta": 5e5}, "says rope_theta=1000000.0, and model.shape says 500000.0"),
+        ("qwen3", {"norm_eps": 1e-5}, "says norm_eps=1e-06, and model.shape says 1e-05"),
+        ("qwen3", {"head_dim": 64, "n_heads": 2, "n_kv_heads": 1}, "says n_heads=4, and model.shape says 2"),
+        ("llama3-scaled", {"rope_scaling": None}, "says rope_scaling=Llama3Scaling(factor=8.0, "),
+        (
+            "llama3-scaled",
+            {"rope_scaling": Llama3Scaling(factor=4.0, original_max_seq_len=16)},
+            "rope_scaling.factor=8",
+        ),
+        ("qwen3-untied", {"tie_embeddings": True}, "says tie_embeddings=False, and model.shape says True"),
+    ],
+)
+def test_a_shape_that_the_config_json_contradicts_is_refused(name, given, message, tmp_path):
+    """Tensors of these sizes fit, and another model would train without a word."""
+    shape = SHAPES[name]
+    spec, model = directory_of(shape, tmp_path)
+    other = dataclasses.replace(shape, **given)
+    text = weights_misfit(ModelConfig(assets=str(tmp_path), shape=other))
+    assert text.startswith(f"weights={str(tmp_path)!r}: its config.json says ") and message in text
+    with pytest.raises(ValueError, match="leave model.shape out"):
+        load_hf_weights(model, spec.state_dict_adapter(spec.model, None), tmp_path, other)
+    assert weights_misfit(ModelConfig(assets=str(tmp_path), shape=shape)) == ""
+
+
+def test_a_shape_may_ask_for_more_positions_and_for_the_scaling_that_they_need(tmp_path):
+    shape = SHAPES["qwen3"]
+    directory_of(shape, tmp_path)
+    longer = dataclasses.replace(shape, max_seq_len=512, rope_scaling=SHAPES["qwen3-yarn"].rope_scaling)
+    assert weights_misfit(ModelConfig(assets=str(tmp_path), shape=longer)) == ""
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_directory_of_every_family_fits_its_shape(name, tmp_path):
+    directory_of(SHAPES[name], tmp_path)
+    assert weights_misfit(ModelConfig(assets=str(tmp_path), shape=SHAPES[name])) == ""
+
+
+def test_files_beside_the_model_are_not_read(tmp_path):
+    """Mistral's directories have the same weights for another program in `consolidated.safetensors`."""
+    shape = SHAPES["llama3"]
+    spec, model = directory_of(shape, tmp_path)
+    save_file({"layers.0.attention.wq.weight": torch.ones(2)}, tmp_path / "consolidated.safetensors")
+    assert weights_misfit(ModelConfig(assets=str(tmp_path), shape=shape)) == ""
+    (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00001.safetensors")
+    names = load_file(tmp_path / "model-00001-of-00001.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")}))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.init_weights()
+    load_hf_weights(model, spec.state_dict_adapter(spec.model, None), tmp_path, shape)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "model-00002-of-00002.safetensors")}))
+    assert weights_misfit(ModelConfig(assets=str(tmp_path), shape=shape)) == (
+        f"weights={str(tmp_path)!r}: model-00002-of-00002.safetensors is missing, which "
+        "model.safetensors.index.json names; finish the download"
+    )
+
+
+def test_a_load_balancing_bias_that_no_released_model_has_begins_at_zero(tmp_path):
+    shape = SHAPES["qwen3-moe"]
+    directory_of(shape, tmp_path)
+    balanced = dataclasses.replace(shape, experts=dataclasses.replace(shape.experts, load_balance_coeff=0.01))
+    assert weights_misfit(ModelConfig(assets=str(tmp_path), shape=balanced)) == ""
+    spec = build_spec(ModelConfig(shape=balanced))
+    model = spec.model.build()
+    model.init_weights()
+    load_hf_weights(model, spec.state_dict_adapter(spec.model, None), tmp_path, balanced)
+    biases = [tensor for name, tensor in model.state_dict().items() if name.endswith("expert_bias_E")]
+    assert len(biases) == 2 and not any(bias.any() for bias in biases)
 
 
 def test_only_a_second_name_of_a_tensor_costs_memory_to_write(tmp_path, monkeypatch):

@@ -241,14 +241,16 @@ class Session:
             drawn = sampling_params(
                 request, self.policy, prompt.stop_token_ids, room, prompt.structure.tag, own=self.seed is None
             )
-            params += [(prompt, drawn)] * (request.n or 1)
+            params += [(prompt, _nth(drawn, index)) for index in range(request.n or 1)]
         num_tokens = sum(len(prompt.tokens) + drawn.max_tokens for prompt, drawn in params)
         self._places.take(n, num_tokens)
         first, self._num_requested = self._num_requested, self._num_requested + n
+        calls = [
+            asyncio.ensure_future(self._complete(*drawn, first + i, request.stops)) for i, drawn in enumerate(params)
+        ]
         try:
-            calls = [self._complete(*drawn, first + i, request.stops) for i, drawn in enumerate(params)]
             with self._spans.away():
-                return [await calls[0]] if n == 1 else await asyncio.gather(*calls)
+                return await asyncio.gather(*calls)
         except RuntimeError as error:
             self.failure = SamplingFailed(str(error))
             raise Refused(
@@ -257,6 +259,9 @@ class Session:
         except ValueError as error:
             raise invalid(str(error)) from error
         finally:
+            for call in calls:  # siblings of one that failed hold their places until they have ended
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
             self._places.give(n, num_tokens)
 
     def _admit(self, n: int) -> None:
@@ -315,6 +320,7 @@ class Session:
             return
         if all(answer.number >= self._limit_at for answer in answers):
             self.ended_by = ""
+        self.failure = None  # a later try of the client has healed it
         self.answers += answers
         self.answers.sort(key=lambda answer: answer.number)
         for answer in answers:
@@ -334,3 +340,8 @@ class Session:
                 goes_on.append(answer)
         flat = [answer for sequence in sequences for answer in sequence]
         return [Turn(prompt_tokens=a.prompt.tokens, completion=a.completion, seconds=a.seconds) for a in flat]
+
+
+def _nth(params: SamplingParams, index: int) -> SamplingParams:
+    """Of choice `index` of a request: choices of one seed are drawn with the seeds that follow, as vLLM's are."""
+    return params if params.seed is None else dataclasses.replace(params, seed=(params.seed + index) % 2**63)

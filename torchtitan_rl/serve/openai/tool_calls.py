@@ -216,9 +216,15 @@ def calls_of_json(text: str, answer_id: str) -> Reading:
     return Reading(None, calls)
 
 
+def _number(text: str) -> int | float:
+    number = float(text)
+    return int(number) if number.is_integer() else number
+
+
 def same_arguments(arguments: str) -> str:
-    """Arguments in one form: JSON with sorted keys; text that is not JSON as it is."""
+    """Arguments in one form: JSON with sorted keys, and 1.0 as 1, which is what JavaScript writes; text that is not
+    JSON as it is."""
     try:
-        return json.dumps(json.loads(arguments), sort_keys=True)
+        return json.dumps(json.loads(arguments, parse_float=_number), sort_keys=True)
     except (ValueError, RecursionError):
         return arguments

@@ -221,6 +221,15 @@ def _directory() -> Path:
 
 def _remove(directory: Path) -> None:
     shutil.rmtree(directory, ignore_errors=True)
+    if directory.exists():  # a directory that may not be written, such as one of Go's modules, cannot be emptied
+        with suppress(OSError):
+            directory.chmod(0o700)
+        for parent, names, _ in os.walk(directory):
+            for inner in (Path(parent) / name for name in names):
+                if not inner.is_symlink():
+                    with suppress(OSError):
+                        inner.chmod(0o700)
+        shutil.rmtree(directory, ignore_errors=True)
     with suppress(OSError):  # another attempt has its directory there
         directory.parent.rmdir()
 

@@ -1,10 +1,13 @@
 """What a session captures, asked by OpenAI's SDK: the tokens of every turn, and what follows from what comes back."""
 
-import pytest
-from openai import BadRequestError
+import asyncio
 
-from tests.unit.serve.opened import ADD, BYTES, END, said, session, shown, user
+import pytest
+from openai import BadRequestError, InternalServerError
+
+from tests.unit.serve.opened import ADD, BYTES, END, said, served, session, shown, user
 from torchtitan_rl.rollout.agent import SessionLimits
+from torchtitan_rl.rollout.policy import SamplingFailed
 from torchtitan_rl.tasks.family import stream
 
 
@@ -56,6 +59,33 @@ async def test_turn_i_samples_from_the_stream_of_seed_and_i():
             assert [params.seed for _, params in sampler.asked] == [stream(11, 0), stream(11, 1), stream(11, 2)]
 
     await run(scene())
+
+
+async def test_choices_of_one_seed_are_drawn_apart():
+    """By a client without a session: pass@k of n equal completions is no pass@k."""
+    async with served("a", "b", "c") as (_, sdk, sampler):
+        await sdk.chat.completions.create(model="policy", messages=[user("a")], n=2, seed=5)
+        await sdk.chat.completions.create(model="policy", messages=[user("a")], seed=5)
+        assert [params.seed for _, params in sampler.asked] == [5, 6, 5]
+
+
+async def test_siblings_of_a_completion_that_fails_are_given_up():
+    running = []
+
+    async def sample(prompt, params):
+        running.append(None)
+        try:
+            if len(running) == 1:
+                raise RuntimeError("a replica was restarted")
+            await asyncio.sleep(60)
+        finally:
+            running.pop()
+
+    async with session("a") as (opened, sdk, sampler):
+        sampler.sample = lambda prompt, params, **kwargs: sample(prompt, params)
+        with pytest.raises(InternalServerError, match="a replica was restarted"):
+            await sdk.chat.completions.create(model="policy", messages=[user("a")], n=3)
+        assert running == [] and isinstance(opened.failure, SamplingFailed)
 
 
 async def test_branches_retries_and_compacted_context_become_sequences_of_their_own():
