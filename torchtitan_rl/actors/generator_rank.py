@@ -133,7 +133,13 @@ class GeneratorRank:
         for file in weight_files(Path(directory)):
             with safe_open(file, "pt") as weights:
                 tensors.update({name: weights.get_tensor(name) for name in weights.keys()})
-        state, specs = self.engine.from_hf(tensors), self.engine.parameter_specs
+        try:
+            state, specs = self.engine.from_hf(tensors), self.engine.parameter_specs
+        except KeyError as error:
+            raise RuntimeError(
+                f"checkpoint={directory!r}: does not fit this config's model: {error} is of no part of it; give the "
+                "directory of a model of this family"
+            ) from None
         entries = {  # in the engine's dtype: the file's own may be another
             name: layout.Entry(tuple(tensor.shape), specs.get(name, ((), tensor.dtype))[1], 0)
             for name, tensor in state.items()

@@ -224,7 +224,8 @@ class MeshSamplingClient(SamplingClient):
             return _fail(batch, error)
         shares = self._route(batch, version, healthy) if self._routes is None else _as_recorded(self._routes, batch)
         for index, share in shares.items():
-            self._start(running("hand requests and answers over", self._send(index, share, version)))
+            sending = self._start(running("hand requests and answers over", self._send(index, share, version)))
+            sending.add_done_callback(partial(_fail_cancelled, share))
 
     def _route(self, batch: _Batch, version: int | None, healthy: list[int]) -> dict[int, _Batch]:
         """Index of a replica -> its share of the requests."""
@@ -274,10 +275,11 @@ class MeshSamplingClient(SamplingClient):
         if index in self._leaving:
             self._progress.set()
 
-    def _start(self, work: Coroutine) -> None:
+    def _start(self, work: Coroutine) -> asyncio.Future:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     def _turn(self, operation: Operation) -> AbstractAsyncContextManager:
         """The generators' turn on the devices for as long as the block runs; no wait where no role shares devices."""
@@ -482,6 +484,12 @@ def _as_recorded(routes: RecordedRoutes, batch: _Batch) -> dict[int, _Batch]:
 def _pinned(version: int | None) -> int | None:
     """The version for which a router looks for a replica; None: any replica does, as for the base, which all hold."""
     return None if version == WITHOUT_ADAPTERS else version
+
+
+def _fail_cancelled(batch: _Batch, sending: asyncio.Future) -> None:
+    """For a task that was cancelled before its first step: it never came to fail its requests."""
+    if sending.cancelled():
+        _fail(batch, RuntimeError(_CLOSED))
 
 
 def _fail(batch: _Batch, error: BaseException) -> None:

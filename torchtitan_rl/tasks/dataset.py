@@ -211,7 +211,7 @@ def _key(item: dict[str, Any], digest: Any) -> int:
     parts = [item["answer"], item["demonstration"]]
     if item["chosen"] is not None:
         parts += [item["chosen"], item["rejected"]]
-    rest = json.dumps(parts, sort_keys=True, default=lambda value: str(type(value)))
+    rest = json.dumps(parts, sort_keys=True, default=repr)
     digest.update(f"{prompt}\n{rest}\n".encode())
     return stable_hash(prompt)
 

@@ -103,9 +103,10 @@ class TaskSource:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a `state_dict()`. Raises ValueError for a state of other data, and if the split now has fewer
         tasks than were visited."""
-        if self._data is not None and state["data"] != self._data.digest:
+        # A state without a hash was written before this family's rows were hashed.
+        if self._data is not None and (digest := state.get("data", self._data.digest)) != self._data.digest:
             raise ValueError(
-                f"{self._data.name}: rows are not those that the run started with (hash {state['data']}, now "
+                f"{self._data.name}: rows are not those that the run started with (hash {digest}, now "
                 f"{self._data.digest}); put them back, or start a new run"
             )
         if self.num_tasks is not None and state["cursor"] > self.num_tasks:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_rl.record.json_lines import parsed
-from torchtitan_rl.tasks.family import check_index, check_split, stable_hash
+from torchtitan_rl.tasks.family import DataIdentity, TaskSource, check_index, check_split, source_of, stable_hash
 from torchtitan_rl.tasks.wrapped_family import WrappedFamily
 from torchtitan_rl.types import Task
 
@@ -99,6 +99,16 @@ class PassRateFilter(WrappedFamily):
                 "one that was measured; measure the data as they are now"
             )
         return task
+
+
+    def source(self, split: str, seed: int) -> TaskSource:
+        """A source whose state names the tasks that are left, so that no run goes on with others."""
+        if split != "train":
+            return source_of(self.family, split, seed)
+        kept = [(rate.index, rate.prompt_hash) for rate in self._kept]
+        digest = f"{stable_hash(kept, getattr(self.family, 'digest', '')):016x}"
+        name = f"pass_rate_filter.pass_rates={self.config.pass_rates!r}"
+        return TaskSource(self, split, seed, DataIdentity(name, digest))
 
 
 def prompt_hash(task: Task) -> str:

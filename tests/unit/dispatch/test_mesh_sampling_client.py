@@ -411,6 +411,19 @@ async def test_closing_answers_whoever_still_waits():
     assert client.health() == {"generator-0": "healthy"} and not client._tasks
 
 
+@pytest.mark.parametrize("iterations", range(6))
+async def test_closing_answers_a_request_wherever_it_is_on_its_way(iterations):
+    meshes, versions, client = client_of(1)
+    await client.pull(await versions.publish())
+    meshes[0].held_up = asyncio.Event()
+    waiting = asyncio.ensure_future(client.sample([1], SamplingParams(max_tokens=4)))
+    for _ in range(iterations):
+        await asyncio.sleep(0)
+    client.close()
+    with pytest.raises(RuntimeError, match="the client was closed before the generators answered"):
+        await asyncio.wait_for(waiting, 5)
+
+
 async def test_a_client_that_is_closed_takes_no_request_sends_none_and_replaces_nothing(caplog):
     starts = []
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from torchtitan_rl.tasks.family import TaskSource
+from torchtitan_rl.tasks.family import TaskSource, source_of
 from torchtitan_rl.tasks.judging import judge
 from torchtitan_rl.tasks.letter_sort import LetterSort
 from torchtitan_rl.tasks.mixture import Mixture
@@ -109,3 +109,19 @@ def test_files_that_are_missing_or_broken_are_refused_with_the_line(tmp_path):
         read_pass_rates(path)
     with pytest.raises(ValueError, match="cannot be written"):
         write_pass_rates(tmp_path / "nowhere" / "rates", [])
+
+
+def test_a_run_does_not_go_on_with_other_tasks(tmp_path):
+    measured(tmp_path / "rates", [0, 1, 4, 7, 8])
+    config = filtered(tmp_path / "rates")
+    source = source_of(config.build(), "train", 0)
+    source.next(2)
+    state = source.state_dict()
+    source_of(config.build(), "train", 0).load_state_dict(state)
+    measured(tmp_path / "rates", [1, 1, 4, 7, 8])
+    with pytest.raises(
+        ValueError, match="pass_rate_filter.pass_rates=.*: rows are not those that the run started with"
+    ):
+        source_of(config.build(), "train", 0).load_state_dict(state)
+    del state["data"]  # of a run before this was kept
+    source_of(config.build(), "train", 0).load_state_dict(state)
