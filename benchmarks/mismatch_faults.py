@@ -231,8 +231,8 @@ def _sampling(change: Callable[[Any], None]) -> Any:
 
     engine_params = engine.engine_params
 
-    def changed(request):
-        params = engine_params(request)
+    def changed(request, *args, **named):
+        params = engine_params(request, *args, **named)
         if request.params is not None and params.temperature > 0:
             change(params)
         return params
