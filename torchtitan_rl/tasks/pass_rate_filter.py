@@ -100,7 +100,6 @@ class PassRateFilter(WrappedFamily):
             )
         return task
 
-
     def source(self, split: str, seed: int) -> TaskSource:
         """A source whose state names the tasks that are left, so that no run goes on with others."""
         if split != "train":
