@@ -203,7 +203,9 @@ class Session:
             ]
             if (after := max(earlier, key=lambda a: len(a.prompt.text + a.text), default=None)) is None:
                 return Prompt(self.policy.encode(prompt), text=prompt)
-            rest = prompt[len(after.prompt.text) + len(after.text) :]
+            # The sampled tokens have the stop text, at which the answer was cut: it does not come twice.
+            stop = self.policy.text(after.completion)[len(after.text) :]
+            rest = prompt[len(after.prompt.text) + len(after.text) :].removeprefix(stop)
             return Prompt([*after.tokens, *self.policy.encode(rest)], after=after, text=prompt)
         self._check_ids(prompt, "prompt")
         after = next((answer for answer in reversed(self.answers) if answer.begins(prompt)), None)

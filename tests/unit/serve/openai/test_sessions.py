@@ -69,6 +69,17 @@ async def test_choices_of_one_seed_are_drawn_apart():
         assert [params.seed for _, params in sampler.asked] == [5, 6, 5]
 
 
+@pytest.mark.parametrize("rest", [" 42\n", "Obs: 42\n"])
+async def test_a_text_that_goes_on_after_a_stop_text_has_it_once(rest):
+    """An agent that writes the observation after `Obs:`, or that writes `Obs:` itself because the answer lacks it."""
+    async with session("act x\nObs:", "done" + END) as (opened, sdk, _):
+        first = await sdk.completions.create(model="policy", prompt="Q: 1\n", stop=["Obs:"])
+        text = first.choices[0].text
+        assert text == "act x\n"
+        await sdk.completions.create(model="policy", prompt=f"Q: 1\n{text}{rest}")
+        assert shown(opened.turns()[1].prompt_tokens) == "Q: 1\nact x\nObs: 42\n"
+
+
 async def test_siblings_of_a_completion_that_fails_are_given_up():
     running = []
 
