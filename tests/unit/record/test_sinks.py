@@ -120,6 +120,8 @@ def test_tensorboard_forgets_the_steps_that_are_taken_again(tmp_path):
     again = [line | {"reward/mean": 7.0} if "reward/mean" in line else line for line in LINES[kept:]]
     for lines, before, phase, step in ((LINES, [], "", 0), (again, LINES[:kept], "reinforcement", 4)):
         run_dir = begun(path, before, phase, step)
+        # TensorBoard reads files in the order of their names, in which seconds come first.
+        time.sleep(1 - time.time() % 1)
         told(run_dir, TensorBoard(path, CONFIG, attempts.attempts(run_dir)[-1]), lines)
     scalars, _, _ = read_tensorboard(path / "tensorboard")
     expected = curves(RunDir(path).read_metrics())
@@ -132,6 +134,8 @@ def test_tensorboard_forgets_a_supervised_phase_that_is_gone_through_again(tmp_p
     path = tmp_path / "run"
     for lines, before, phase, step in ((LINES, [], "", 0), (LINES[4:], LINES[:4], "supervised", 4)):
         run_dir = begun(path, before, phase, step)
+        # TensorBoard reads files in the order of their names, in which seconds come first.
+        time.sleep(1 - time.time() % 1)
         told(run_dir, TensorBoard(path, CONFIG, attempts.attempts(run_dir)[-1]), lines)
     scalars, _, _ = read_tensorboard(path / "tensorboard")
     assert scalars == {name: float32(points) for name, points in curves(LINES).items()}
