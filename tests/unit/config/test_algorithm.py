@@ -94,6 +94,10 @@ def test_a_penalty_on_a_reward_that_the_estimator_does_not_read_is_refused():
     accepted(filters__overlong="mask", advantage_fn=gdpo)
 
 
+def test_groups_that_failures_drop_can_be_replaced():
+    accepted(filters__max_resamples=2, on_rollout_failure="drop_group")
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
