@@ -18,10 +18,10 @@ def append_lines(file: Path, lines: bytes, *, durable: bool = False) -> None:
     """Adds whole lines to a file. On return the operating system has them, and with `durable` the disk. Raises OSError,
     and leaves nothing of them, where there is no room: half of a line would spoil the next one too."""
     with file.open("ab", buffering=0) as stream:
-        size, rest = stream.seek(0, os.SEEK_END), memoryview(lines)
+        size, unwritten = stream.seek(0, os.SEEK_END), memoryview(lines)
         try:
-            while rest:  # a nearly full disk takes a part first
-                rest = rest[stream.write(rest) :]
+            while unwritten:  # a nearly full disk takes a part first
+                unwritten = unwritten[stream.write(unwritten) :]
             if durable:
                 os.fsync(stream.fileno())
         except OSError:

@@ -124,6 +124,7 @@ async def _played(
         for rollout in (rollouts := rollouts_of(attempt, task)):
             rollout.seconds["play"], rollout.group = time.perf_counter() - began, group_id
             _check_rewards(rollout)
+            _as_floats(rollout)
         return rollouts
 
     patient = tried is not None  # attempts whose siblings may fail are first played to their end
@@ -186,7 +187,6 @@ def _check_rewards(rollout: Rollout) -> None:
             raise RuntimeError(
                 f"algorithm.workflow: gave {name} {number!r} for task {rollout.task.id!r}; give {A_REWARD}"
             )
-    _as_floats(rollout)
     for kind, names in {"role": [rollout.role], "reward part": rollout.reward_parts}.items():
         if wrong := [name for name in names if not is_name(name)]:
             raise RuntimeError(

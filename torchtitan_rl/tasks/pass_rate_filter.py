@@ -104,8 +104,8 @@ class PassRateFilter(WrappedFamily):
         """A source whose state names the tasks that are left, so that no run goes on with others."""
         if split != "train":
             return source_of(self.family, split, seed)
-        kept = [(rate.index, rate.prompt_hash) for rate in self._kept]
-        digest = f"{stable_hash(kept, getattr(self.family, 'digest', '')):016x}"
+        tasks = [(rate.index, rate.prompt_hash) for rate in self._kept]
+        digest = f"{stable_hash(tasks, getattr(self.family, 'digest', '')):016x}"
         name = f"pass_rate_filter.pass_rates={self.config.pass_rates!r}"
         return TaskSource(self, split, seed, DataIdentity(name, digest))
 

@@ -48,8 +48,8 @@ class OverlappedEvaluations:
         """Before a batch: begins the evaluations that a checkpoint says are due. Raises EarlyEnd where the results so
         far say so."""
         self._end_early()
-        known = ("validation", *self._config.eval_sets)  # the config may have lost a set since the checkpoint
-        self._state.evaluations_due = [name for name in self._state.evaluations_due if name in known]
+        evaluations = ("validation", *self._config.eval_sets)  # the config may have lost a set since the checkpoint
+        self._state.evaluations_due = [name for name in self._state.evaluations_due if name in evaluations]
         if self._state.evaluations_due and self._task is None:
             self._start()
 

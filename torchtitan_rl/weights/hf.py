@@ -39,13 +39,12 @@ def load_hf_weights(model, adapter, directory: Path, shape: DecoderShape, *, hea
     reader = _WeightReader(directory)
     if misfit := _misfit(adapter, reader, directory, shape, head=head):
         raise ValueError(misfit)
-    state_dict = model.state_dict()
+    state_dict, entries = model.state_dict(), reader.read_metadata().state_dict_metadata
     state = adapter.to_hf(lora.base_state(state_dict))
     if not head:
         state.pop("lm_head.weight", None)
-        if SCORE in reader.read_metadata().state_dict_metadata:
+        if SCORE in entries:
             state[SCORE] = state_dict["lm_head.weight"]
-    entries = reader.read_metadata().state_dict_metadata
     if shape.optional_weights:
         state = {name: of for name, of in state.items() if name in entries or not name.endswith(shape.optional_weights)}
     with naming_failures(directory):

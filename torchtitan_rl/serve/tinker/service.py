@@ -184,9 +184,9 @@ class Service:
     async def create_session(self, body: SessionBody) -> str:
         """Begins a session, and finishes those that were abandoned: their clients ended without `close()`."""
         longest = time.monotonic() - self.limits.abandoned_s
-        for abandoned in [name for name, known in self.sessions.items() if known.heard < longest]:
-            if not self.sessions[abandoned].finished:
-                await self._finish(abandoned, "its client gave no sign of life")
+        for name, session in list(self.sessions.items()):
+            if session.heard < longest and not session.finished:
+                await self._finish(name, "its client gave no sign of life")
         session_id = secrets.token_hex(8)
         self.sessions[session_id] = _Session(time.monotonic(), body.user_metadata, body.display_name)
         return session_id

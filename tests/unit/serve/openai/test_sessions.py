@@ -83,17 +83,18 @@ async def test_a_text_that_goes_on_after_a_stop_text_has_it_once(rest):
 async def test_siblings_of_a_completion_that_fails_are_given_up():
     running = []
 
-    async def sample(prompt, params):
-        running.append(None)
-        try:
-            if len(running) == 1:
-                raise RuntimeError("a replica was restarted")
-            await asyncio.sleep(60)
-        finally:
-            running.pop()
+    class OneFails:
+        async def sample(self, tokens, params, *, policy_version=None):
+            running.append(None)
+            try:
+                if len(running) == 1:
+                    raise RuntimeError("a replica was restarted")
+                await asyncio.sleep(60)
+            finally:
+                running.pop()
 
-    async with session("a") as (opened, sdk, sampler):
-        sampler.sample = lambda prompt, params, **kwargs: sample(prompt, params)
+    async with session("a") as (opened, sdk, _):
+        opened.policy.generator = OneFails()
         with pytest.raises(InternalServerError, match="a replica was restarted"):
             await sdk.chat.completions.create(model="policy", messages=[user("a")], n=3)
         assert running == [] and isinstance(opened.failure, SamplingFailed)
