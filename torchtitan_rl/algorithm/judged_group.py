@@ -38,8 +38,9 @@ class JudgedGroup:
         for rollout in self.rollouts:
             if rollout.baseline is None:
                 raise ValueError(
-                    f"algorithm.greedy_baseline: rollout {rollout.id} has no greedy one beside it; set it to True, and "
-                    "let a hook keep the rollouts that were played"
+                    f"algorithm.greedy_baseline: rollout {rollout.id} has no greedy one beside it; set it to True, let "
+                    f"a hook keep the rollouts that were played, and let every greedy attempt have a turn of role "
+                    f"{rollout.role!r}"
                 )
         return torch.tensor([rollout.baseline for rollout in self.rollouts], dtype=torch.float64)
 

@@ -14,7 +14,7 @@ from torchtitan_rl.rollout.renderings import Renderings, digest
 from torchtitan_rl.tasks.env import Message, Observation
 from torchtitan_rl.types import Completion
 
-__all__ = ["Chat", "Dialogue"]
+__all__ = ["Chat", "Dialogue", "takes_system_messages_within"]
 
 _MARK = "what-the-policy-said"
 
@@ -117,6 +117,16 @@ class Chat:
                 f"tokenizer.chat_template: refuses messages of the roles {roles} "
                 f"({' '.join(str(error).split())}); give it what it takes"
             ) from error
+
+
+def takes_system_messages_within(tokenizer: Any) -> bool:
+    """Whether the chat template renders a system message after others; some, such as Qwen3.5's, refuse it."""
+    messages = [{"role": role, "content": "-"} for role in ("system", "user", "system", "user")]
+    try:
+        Chat(tokenizer).prompt(messages)
+    except ValueError:
+        return False
+    return True
 
 
 class Dialogue:

@@ -220,6 +220,10 @@ class Gateway(AbstractAsyncContextManager):
     def models(self, key: str) -> list[str]:
         return self._served(key).names()
 
+    def policy_served(self, key: str) -> Policy:
+        """The policy of clients without a session. Raises Refused."""
+        return self._served(key).policy
+
     def _served(self, key: str) -> Served:
         if self.served is None:
             raise Refused(404, "this gateway has sessions only: ask below /sessions/ID/v1", code="session_not_found")
@@ -316,7 +320,7 @@ class _Routes:
         from torchtitan_rl.serve.anthropic import requests as anthropic
 
         anthropic.check_version(request.headers.get("anthropic-version"))
-        session, query = await self._parsed(request, anthropic.messages_request)
+        session, query = await self._parsed(request, partial(anthropic.messages_request, self._tokenizer(request)))
         chat = query.chat
         (reply,) = await self._completed(request, session, chat, lambda: [session.chat_prompt(chat)])
         stop = stopped_by(session.policy.text(reply.completion), chat.stops)
@@ -330,7 +334,7 @@ class _Routes:
         from torchtitan_rl.serve.anthropic import requests as anthropic
 
         anthropic.check_version(request.headers.get("anthropic-version"))
-        session, query = await self._parsed(request, anthropic.count_request)
+        session, query = await self._parsed(request, partial(anthropic.count_request, self._tokenizer(request)))
         return _sent({"input_tokens": session.count_tokens(query.chat)})
 
     async def responses(self, request: Request) -> Response:
@@ -417,6 +421,11 @@ class _Routes:
         if session is None:
             self.gateway.models(_key(request))
         return self.gateway.stored(session)
+
+    def _tokenizer(self, request: Request) -> Any:
+        """The tokenizer of the policy that the client asks. Raises Refused for a wrong key."""
+        session = self._session(request)
+        return (self.gateway.policy_served(_key(request)) if session is None else session.policy).tokenizer
 
     async def _load_dialects(self) -> None:
         """vLLM's protocol classes: importing vLLM takes seconds, in which other requests are answered."""

@@ -102,7 +102,19 @@ def _read(path: str, ending: str) -> Any:
             raise ValueError("rows have more fields than the header")
         return datasets.Dataset.from_pandas(frame)
     # on_mixed_types: by default datasets 4.7 raises KeyError where a row lacks a key that the first row has.
-    return datasets.Dataset.from_json(path, on_mixed_types=None)
+    rows = datasets.Dataset.from_json(path, on_mixed_types=None)
+    if "Value('timestamp[" not in repr(rows.features):
+        return rows
+    # Arrow took texts such as 2024-01-05 for times: an answer would no longer be the text that the file has.
+    items = _json_items(Path(path).read_text(encoding="utf-8"))
+    return datasets.Dataset.from_dict({column: [item.get(column) for item in items] for column in rows.features})
+
+
+def _json_items(text: str) -> list[dict[str, Any]]:
+    """The objects of a file of JSON that `datasets` has read: a list of them, or one a line."""
+    if text.lstrip().startswith("["):
+        return parsed(text)
+    return [parsed(line) for line in text.split("\n") if line.strip()]
 
 
 def _broken_line(path: str) -> str:

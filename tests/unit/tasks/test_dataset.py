@@ -16,6 +16,7 @@ from torchtitan_rl.config.resolve import flat, resolved
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.tasks.dataset import Dataset, _warn_once
 from torchtitan_rl.tasks.family import source_of
+from torchtitan_rl.tasks.row_files import read_file
 from torchtitan_rl.types import Task
 
 
@@ -136,6 +137,20 @@ def test_csv_keeps_the_text_of_the_file():
     tasks = [made.task(split, i) for split in ("train", "validation", "test") for i in range(made.num_tasks(split))]
     assert sorted(t.prompt[0]["content"] + ":" + t.answer for t in tasks)[0] == "0, please:000"
     assert any(t.prompt[0]["content"] == "NA" and t.answer == "null" for t in tasks)
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_json_keeps_the_text_of_dates(as_list):
+    """Arrow reads them as times."""
+    made = [{"question": f"{i}?\u2028", "answer": f"2024-01-0{i}", "of": {"day": "2024-01-05"}} for i in range(1, 9)]
+    del made[0]["of"]
+    if as_list:
+        Path("rows.json").write_text(json.dumps(made))
+    else:
+        Path("rows.jsonl").write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in made))
+    read = read_file("rows.json" if as_list else "rows.jsonl", "train")
+    assert [row["answer"] for row in read] == [row["answer"] for row in made]
+    assert [row["of"] for row in read] == [None] + 7 * [{"day": "2024-01-05"}]
 
 
 def test_drawn_splits_depend_on_seed_and_prompts_and_not_on_the_order_of_rows():

@@ -8,9 +8,10 @@ from tokenizers import Tokenizer
 
 from tests.kit.runs import made_run
 from torchtitan_rl.health.run_reader import Run
+from torchtitan_rl.rollout.token_texts import pieces
 from torchtitan_rl.tools.rollout_tokens import Clip, clip_of, explained
 from torchtitan_rl.tools.rollouts import Rollouts
-from torchtitan_rl.tools.token_texts import pieces, tokenizer_of
+from torchtitan_rl.tools.run_tokenizer import tokenizer_of
 
 ASSETS = Path(__file__).parents[3] / "torchtitan_rl" / "assets"
 

@@ -329,7 +329,7 @@ def takes_it_for_rewards(group):
 def test_a_greedy_baseline_and_the_estimator_that_reads_it_come_together():
     check(run(advantage_fn=remax, greedy_baseline=True, group_size=1))
     assert refused(advantage_fn=remax).startswith(
-        "algorithm.greedy_baseline: rollout probe/0/0 has no greedy one beside it; set it to True, and let a hook keep"
+        "algorithm.greedy_baseline: rollout probe/0/0 has no greedy one beside it; set it to True, let a hook keep"
     )
     assert refused(greedy_baseline=True) == (
         "algorithm.greedy_baseline=True: plays a rollout of every task for a baseline, and no estimator that sees "

@@ -16,6 +16,7 @@ from vllm.entrypoints.anthropic.protocol import (
 )
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 
+from torchtitan_rl.rollout.chat import takes_system_messages_within
 from torchtitan_rl.rollout.ignored_parameters import MESSAGES_NOT_OFFERED
 from torchtitan_rl.serve.dialect import Fields, Translated, body_of, translated, validated
 from torchtitan_rl.serve.errors import invalid
@@ -45,18 +46,20 @@ def check_version(version: str | None) -> None:
         )
 
 
-def messages_request(body: bytes, ignored: Collection[str] = ()) -> tuple[Translated, list[str]]:
-    """A request for a message. Raises Refused (400) for a field that is not offered, and for what is not of the
-    form."""
-    return _request(AnthropicMessagesRequest, _MESSAGES, body, ignored)
+def messages_request(tokenizer: Any, body: bytes, ignored: Collection[str] = ()) -> tuple[Translated, list[str]]:
+    """A request for a message. System messages among the others go into the first one where the tokenizer's chat
+    template refuses them. Raises Refused (400) for a field that is not offered, and for what is not of the form."""
+    return _request(AnthropicMessagesRequest, _MESSAGES, tokenizer, body, ignored)
 
 
-def count_request(body: bytes, ignored: Collection[str] = ()) -> tuple[Translated, list[str]]:
+def count_request(tokenizer: Any, body: bytes, ignored: Collection[str] = ()) -> tuple[Translated, list[str]]:
     """A request for the number of tokens of a prompt, as a chat completion with this prompt."""
-    return _request(AnthropicCountTokensRequest, _COUNT, body, ignored)
+    return _request(AnthropicCountTokensRequest, _COUNT, tokenizer, body, ignored)
 
 
-def _request(kind: type, fields: Fields, body: bytes, ignored: Collection[str]) -> tuple[Translated, list[str]]:
+def _request(
+    kind: type, fields: Fields, tokenizer: Any, body: bytes, ignored: Collection[str]
+) -> tuple[Translated, list[str]]:
     content, left_out = fields.checked(body_of(body), ignored)
     thinking = content.get("thinking")
     if isinstance(thinking, dict) and thinking.get("type") == "enabled":
@@ -65,7 +68,9 @@ def _request(kind: type, fields: Fields, body: bytes, ignored: Collection[str]) 
     _check_tools(content.get("tools"))
     request = validated(kind, content)
     _check_messages(request)
-    chat = AnthropicServingMessages.to_chat_completion_request(request)
+    within = any(message.role == "system" for message in request.messages)
+    merge = within and not takes_system_messages_within(tokenizer)
+    chat = AnthropicServingMessages.to_chat_completion_request(request, merge_inline_system=merge)
     made = chat.model_dump(exclude_unset=True, exclude_none=True, by_alias=True)
     made.pop("stream_options", None)
     if kind is AnthropicCountTokensRequest:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from torchtitan_rl.rollout.token_texts import pieces
 from torchtitan_rl.serve.openai.requests import ChatRequest, CompletionRequest, Sampled
 from torchtitan_rl.serve.openai.sessions import Answer
 
@@ -130,16 +131,15 @@ def _tokens(answer: Answer, request: Sampled) -> dict[str, Any]:
 
 
 def token_logprobs(answer: Answer, tokenizer) -> list[dict[str, Any]]:
-    """Each sampled token with its log-probability."""
-    texts = [tokenizer.decode([token]) for token in answer.completion.tokens]
+    """Each sampled token with its log-probability. The bytes of all tokens, joined, are those of the text."""
     return [
         {"token": text, "logprob": _finite(value), "bytes": list(text.encode("utf-8", "replace")), "top_logprobs": []}
-        for text, value in zip(texts, answer.completion.logprobs)
+        for text, value in zip(pieces(tokenizer, answer.completion.tokens), answer.completion.logprobs)
     ]
 
 
 def _completion_logprobs(answer: Answer, tokenizer) -> dict[str, Any]:
-    texts = [tokenizer.decode([token]) for token in answer.completion.tokens]
+    texts = pieces(tokenizer, answer.completion.tokens)
     offsets, at = [], 0
     for text in texts:
         offsets.append(at)

@@ -140,7 +140,9 @@ class Session:
         """Why no reward of this session can count."""
         self.closed = False
         self._rate, self._places = Rate(limits.requests_per_s), places or Places(limits.max_parallel)
-        self._num_requested = self._num_tokens = 0
+        self._num_requested = self._num_in_flight = self._num_tokens = 0
+        self._num_lost = 0
+        """Completions that were asked for and that no client got: they use up no turn."""
         self._limit_at = 0
         """The completions that had been asked for when `ended_by` was set."""
         self._began = time.perf_counter()
@@ -247,6 +249,7 @@ class Session:
         num_tokens = sum(len(prompt.tokens) + drawn.max_tokens for prompt, drawn in params)
         self._places.take(n, num_tokens)
         first, self._num_requested = self._num_requested, self._num_requested + n
+        self._num_in_flight += n
         calls = [
             asyncio.ensure_future(self._complete(*drawn, first + i, request.stops)) for i, drawn in enumerate(params)
         ]
@@ -265,6 +268,7 @@ class Session:
                 call.cancel()
             await asyncio.gather(*calls, return_exceptions=True)
             self._places.give(n, num_tokens)
+            self._num_in_flight -= n
 
     def _admit(self, n: int) -> None:
         """Raises Refused for a session that is closed or has reached a limit."""
@@ -272,7 +276,8 @@ class Session:
         if self.closed:
             raise Refused(404, "session: has ended; open another", code="session_not_found")
         self._rate.take()
-        turns = limits.max_turns and self._num_requested + n > limits.max_turns
+        # What failed, or came when its client had gone, is no turn: clients ask for it again.
+        turns = limits.max_turns and len(self.answers) + self._num_in_flight + n > limits.max_turns
         if turns or (limits.max_tokens and self._num_tokens >= limits.max_tokens):
             self._stand_at("turns" if turns else "tokens")
             reached = f"{limits.max_turns} completions" if turns else f"{limits.max_tokens} sampled tokens"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from torchtitan_rl.rollout.token_texts import pieces
 from torchtitan_rl.tools.rollout_tokens import ReadTurn, clip_of, explained
 from torchtitan_rl.tools.rollouts import SORTS, Query
-from torchtitan_rl.tools.token_texts import pieces
 from torchtitan_rl.tools.view.pages import Missing
 from torchtitan_rl.tools.view.query import Parameters
 from torchtitan_rl.tools.view.runs import ShownRun

@@ -16,8 +16,8 @@ from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.tools.evaluation_completions import Completions
 from torchtitan_rl.tools.health import Health, health_of
 from torchtitan_rl.tools.rollouts import Rollouts
+from torchtitan_rl.tools.run_tokenizer import tokenizer_of
 from torchtitan_rl.tools.series import Series
-from torchtitan_rl.tools.token_texts import tokenizer_of
 
 __all__ = ["ShownRun", "open_runs"]
 

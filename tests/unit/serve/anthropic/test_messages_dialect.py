@@ -62,6 +62,25 @@ async def test_a_conversation_becomes_prompts_that_extend_each_other():
         assert opened.counts["drift"] == 0
 
 
+@pytest.mark.parametrize("takes", [True, False])
+async def test_system_messages_within_stay_or_go_first_as_the_template_takes_them(takes, monkeypatch):
+    if not takes:
+        guard = "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('first') }}"
+        monkeypatch.setattr(BYTES, "chat_template", guard + "{% endif %}{% endfor %}" + BYTES.chat_template)
+    async with messages("hi" + END) as (opened, sdk, _):
+        made = ask("a", "b", "c", system="s")
+        made["messages"].insert(2, {"role": "system", "content": " r"})
+        await sdk.messages.create(**made)
+        counted = await sdk.messages.count_tokens(**{k: v for k, v in made.items() if k != "max_tokens"})
+        (turn,) = opened.turns()
+        assert counted.input_tokens == len(turn.prompt_tokens)
+        first = "<|system|>s" + ("" if takes else " r")
+        within = f"<|system|> r{END}" if takes else ""
+        assert shown(turn.prompt_tokens) == (
+            f"{first}{END}<|user|>a{END}<|assistant|>b{END}{within}<|user|>c{END}<|assistant|>"
+        )
+
+
 async def test_sampled_tokens_are_kept_though_their_text_has_other_tokens():
     broken = [*BYTES.encode("x"), BYTES.encode("é")[0]]
     async with messages(broken, "ok" + END) as (opened, sdk, _):

@@ -42,6 +42,18 @@ async def test_answers_are_of_the_sdks_types():
         assert (await sdk.models.retrieve("policy")).id == "policy"
 
 
+async def test_bytes_and_offsets_are_those_of_the_text_where_a_letter_has_several_tokens():
+    async with session("né€" + END, "né€!") as (_, sdk, _):
+        chat = await sdk.chat.completions.create(model="policy", messages=[user("a")], logprobs=True)
+        entries = chat.choices[0].logprobs.content
+        assert [entry.token for entry in entries] == ["n", "", "é", "", "", "€", END]
+        assert bytes(byte for entry in entries for byte in entry.bytes) == ("né€" + END).encode()
+        text = await sdk.completions.create(model="policy", prompt="a", logprobs=0)
+        logprobs, answer = text.choices[0].logprobs, text.choices[0].text
+        assert logprobs.text_offset == [0, 1, 1, 2, 2, 2, 3]
+        assert all(answer[at:].startswith(token) for token, at in zip(logprobs.tokens, logprobs.text_offset))
+
+
 STRICT = {**ADD, "function": {**ADD["function"], "strict": True}}  # version 2 of the SDK streams no other tools
 
 

@@ -1,9 +1,10 @@
 """What a session captures, asked by OpenAI's SDK: the tokens of every turn, and what follows from what comes back."""
 
 import asyncio
+from functools import partial
 
 import pytest
-from openai import BadRequestError, InternalServerError
+from openai import APITimeoutError, BadRequestError, InternalServerError
 
 from tests.unit.serve.opened import ADD, BYTES, END, said, served, session, shown, user
 from torchtitan_rl.rollout.agent import SessionLimits
@@ -218,6 +219,38 @@ async def test_a_session_ends_at_its_limit_of_turns():
             assert (opened.ended_by, opened.counts["refused"]) == ("turns", 1)
 
     await run(scene())
+
+
+async def test_a_completion_that_no_client_got_uses_up_no_turn():
+    """The generators fail once, and once the client gives up before they have ended."""
+    async with session("late", "ok", limits=SessionLimits(max_turns=1)) as (opened, sdk, sampler):
+        create = partial(sdk.chat.completions.create, model="policy", messages=[user("a")])
+
+        class FailsThenIsSlow:
+            num_asked = 0
+
+            async def sample(self, tokens, params, *, policy_version=None):
+                self.num_asked += 1
+                if self.num_asked == 1:
+                    raise RuntimeError("a replica was restarted")
+                if self.num_asked == 2:
+                    await asyncio.sleep(1)
+                    self.ended.set()
+                return await sampler.sample(tokens, params, policy_version=policy_version)
+
+        opened.policy.generator = slow = FailsThenIsSlow()
+        slow.ended = asyncio.Event()
+        with pytest.raises(InternalServerError):
+            await create()
+        with pytest.raises(APITimeoutError):
+            await create(timeout=0.3)
+        await slow.ended.wait()
+        while not opened.counts["undelivered"]:
+            await asyncio.sleep(0.01)
+        assert (await create()).choices[0].message.content == "ok"
+        with pytest.raises(BadRequestError, match="limit of 1 completions"):
+            await create()
+        assert len(opened.turns()) == 1
 
 
 async def test_a_prompt_that_fills_the_context_is_refused_by_the_code_that_sdks_know():
