@@ -32,6 +32,11 @@ def configured(args: argparse.Namespace) -> RunConfig:
     """The config of the file, with the fields that the command sets. Raises ValueError for a mistake in either."""
     from torchtitan_rl.config.load import apply_overrides, load_config
 
+    file = next((word for word in args.overrides if word.endswith(".py")), None)
+    if file is not None and not args.config.endswith(".py"):
+        raise ValueError(
+            f"config={args.config!r}: is no config file; put the file first: torchtitan-rl {args.verb} {file} ..."
+        )
     config = load_config(args.config)
     apply_overrides(config, args.overrides, args.options[args.verb])
     return config

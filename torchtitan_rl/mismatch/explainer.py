@@ -22,7 +22,7 @@ from torchtitan_rl.launch.backend import Stack
 from torchtitan_rl.mismatch import gap
 from torchtitan_rl.mismatch.causes import Cause, mean_difference
 from torchtitan_rl.mismatch.gap import Sample, joined
-from torchtitan_rl.mismatch.scores import Rescorer, VersionGone, samples_of
+from torchtitan_rl.mismatch.scores import Rescorer, VersionGone, add_trainer, samples_of, tokens_of
 from torchtitan_rl.mismatch.search import CauseSearch, EarlierScores, wrong_labels
 from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.record.recorder import Note, Recorder
@@ -189,14 +189,6 @@ class MismatchExplainer:
             return False
         return True
 
-    def _add_trainer(self, chosen: dict[int, list[Sample]]) -> None:
-        """Fills in the trainer's log-probabilities, except where the data have several targets a token."""
-        for place, samples in chosen.items():
-            pairs = [pair for pair in self._trained if pair[0].rollout == place]
-            for sample, (_, logprobs_T) in zip(samples, pairs):
-                if logprobs_T.dim() == 1 and len(logprobs_T) == len(sample.tokens) - 1:
-                    sample.trainer_N = sample.scored(logprobs_T.tolist())
-
     def _remembered(self) -> EarlierScores | None:
         """A few of the tokens that train now, with the trainer's log-probabilities."""
         samples = []
@@ -207,7 +199,7 @@ class MismatchExplainer:
             nobody = gap.unknown(len(place_N))
             sample = Sample(
                 rollout="",
-                tokens=[*datum.tokens.tolist(), int(datum.target_tokens[-1])],
+                tokens=tokens_of(datum),
                 place_N=place_N,
                 turn_N=np.zeros(len(place_N), int),
                 version_N=np.zeros(len(place_N), int),
@@ -220,7 +212,8 @@ class MismatchExplainer:
     # What it means.
 
     async def _explained(self, chosen: dict[int, list[Sample]]) -> dict[str, float]:
-        self._add_trainer(chosen)
+        for place, of_rollout in chosen.items():
+            add_trainer(of_rollout, [pair for pair in self._trained if pair[0].rollout == place])
         samples = [sample for of_rollout in chosen.values() for sample in of_rollout]
         parts = gap.parts_of(samples, between="newest")
         served = self._generator.policy_version

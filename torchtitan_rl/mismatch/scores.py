@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import numpy as np
 
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.mismatch.causes import Position, tempered
 from torchtitan_rl.mismatch.gap import Sample, unknown
-from torchtitan_rl.types import Rollout, Scores, Turn
+from torchtitan_rl.record.records import Trained
+from torchtitan_rl.types import Datum, Rollout, Scores, Turn
 
-__all__ = ["Rescorer", "VersionGone", "samples_of"]
+__all__ = ["Rescorer", "VersionGone", "add_trainer", "samples_of", "tokens_of"]
 
 _LARGEST_TOP = 4096
 """Likeliest tokens that a distribution holds at most. A larger vocabulary is cut there."""
@@ -44,6 +46,20 @@ def _sample(rollout: str, tokens: list[int], turns: list[tuple[int, Turn]]) -> S
         sampled_N=unknown(len(place_N)),
         ended_N=unknown(len(place_N)),
     )
+
+
+def add_trainer(samples: list[Sample], trained: Sequence[Trained]) -> None:
+    """Fills in the trainer's log-probabilities, except where the data have several targets a token. `trained` are the
+    sequences of the samples' rollout, of which a `credit_fn` may have left some out."""
+    logprobs = {tuple(tokens_of(datum)): logprobs_T for datum, logprobs_T in trained if logprobs_T.dim() == 1}
+    for sample in samples:
+        if (logprobs_T := logprobs.get(tuple(sample.tokens))) is not None:
+            sample.trainer_N = sample.scored(logprobs_T.tolist())
+
+
+def tokens_of(datum: Datum) -> list[int]:
+    """All tokens of a sequence with one target a token, the last target included."""
+    return [*datum.tokens.tolist(), int(datum.target_tokens[-1])]
 
 
 class VersionGone(RuntimeError):
