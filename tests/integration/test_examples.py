@@ -16,7 +16,7 @@ from torchtitan_rl.config.load import apply_overrides, load_config
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.train import step
 from torchtitan_rl.train.controller import Controller
-from torchtitan_rl.train.lines import StepMetrics
+from torchtitan_rl.train.step_metrics import StepMetrics
 from torchtitan_rl.validation.run import validate
 from torchtitan_rl.weights.checkpoint import hf_weights
 

@@ -13,8 +13,8 @@ from torchtitan_rl.algorithm.losses import cross_entropy, importance_sampling, p
 from torchtitan_rl.algorithm.minibatch_statistics import clip_cov, kl_cov, top_entropy
 from torchtitan_rl.algorithm.terms import with_minibatch_fn
 from torchtitan_rl.config.algorithm import AlgorithmConfig
-from torchtitan_rl.train.lines import StepMetrics
 from torchtitan_rl.train.role_scores import with_old_logprobs
+from torchtitan_rl.train.step_metrics import StepMetrics
 from torchtitan_rl.types import OptimParams, SamplingParams
 
 PROMPT = [20, 31, 27, 44, 14]

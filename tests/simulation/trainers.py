@@ -19,7 +19,7 @@ import torch
 from tests.simulation.engines import number_of
 from torchtitan_rl.actors.operations import Operation, TrainerOperations
 from torchtitan_rl.dispatch.role_mesh import ProcessDied
-from torchtitan_rl.types import Accumulated, LossFunction, Microbatch, OptimParams, OptimStepOutput
+from torchtitan_rl.types import LossFunction, Microbatch, OptimParams, OptimStepOutput, RankOutput
 from torchtitan_rl.weights import checkpoint
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class FakeTrainer:
 
     def _rank_forward_backward(
         self, batches: list[Microbatch], loss_fn: LossFunction, temperature: float, loss_weight: float
-    ) -> Accumulated:
+    ) -> RankOutput:
         rows = []
         for batch in batches:
             logprobs_T, mask_T = batch.loss_inputs["sampling_logprobs"], batch.loss_inputs["loss_mask"]
@@ -141,7 +141,7 @@ class FakeTrainer:
                 if sampled:
                     self._gradient.append(repr(list(sampled.values())))
                     self.world.log.trained.append((self.num_calls, len(self.world.log.publications), sampled))
-        return Accumulated(rows={"policy_logprobs": rows}, loss=1.0, sums={"policy/entropy": 1.0, "mismatch/kl": 0.0})
+        return RankOutput(rows={"policy_logprobs": rows}, loss=1.0, sums={"policy/entropy": 1.0, "mismatch/kl": 0.0})
 
     def optim_step(self, params: OptimParams, grad_scale: float) -> OptimStepOutput:
         skipped, data = self.num_calls in self.world.skipped_steps, sorted(self._gradient)

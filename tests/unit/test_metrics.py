@@ -11,8 +11,8 @@ from scipy.stats import binom, binomtest
 
 from tests.recorded import RECORDED
 from torchtitan_rl import metrics
-from torchtitan_rl.train import intervals, lines
-from torchtitan_rl.train.lines import StepMetrics
+from torchtitan_rl.train import intervals, step_metrics
+from torchtitan_rl.train.step_metrics import StepMetrics
 from torchtitan_rl.types import Completion, ForwardBackwardOutput, OptimStepOutput, Rollout, RolloutGroup, Task, Turn
 
 
@@ -66,18 +66,18 @@ def test_the_definition_that_a_name_falls_under(name, known):
 
 
 def test_mean_std_divides_by_n():
-    assert lines.mean_std([0, 0, 1, 1]) == (0.5, 0.5)
-    assert lines.mean_std([2.0, 4.0, 9.0]) == (5.0, math.sqrt(26 / 3))  # squares 9 + 1 + 16
-    assert lines.mean_std(iter([0.1])) == (0.1, 0.0)
+    assert step_metrics.mean_std([0, 0, 1, 1]) == (0.5, 0.5)
+    assert step_metrics.mean_std([2.0, 4.0, 9.0]) == (5.0, math.sqrt(26 / 3))  # squares 9 + 1 + 16
+    assert step_metrics.mean_std(iter([0.1])) == (0.1, 0.0)
 
 
 def test_mean_std_shows_what_is_not_finite():
-    assert all(math.isnan(value) for value in lines.mean_std([1.0, math.nan]))
+    assert all(math.isnan(value) for value in step_metrics.mean_std([1.0, math.nan]))
 
 
 def test_mean_std_of_nothing():
     with pytest.raises(ValueError, match=r"values=\[\]: have no mean"):
-        lines.mean_std([])
+        step_metrics.mean_std([])
 
 
 @pytest.mark.parametrize("right, tasks", [(0, 30), (1, 30), (15, 30), (30, 30), (0, 2), (3, 4), (612, 1319)])
@@ -180,14 +180,14 @@ def output(num_tokens, loss=0.5, **sums):
 
 
 def test_the_steps_of_a_batch_become_one_line():
-    line = StepMetrics()
+    metrics = StepMetrics()
     for num_tokens, norm, entropy, largest, kl in ((1, 2.0, 4.0, 0.25, 1e-9), (3, 4.0, 0.0, 0.75, 9.0)):
-        line.add(
+        metrics.add_step(
             output(num_tokens, **{"policy/entropy": entropy, "advantage/abs_max": largest, "mismatch/kl": kl}),
             OptimStepOutput(grad_norm=norm, lr=norm, policy_version=1, skipped=norm > 3),
         )
-        line.mean("time/optim_s", 0.5)
-    line = line.line()
+        metrics.add("time/optim_s", 0.5)
+    line = metrics.compute()
     assert line["policy/entropy"] == 1.0  # per token
     assert line["advantage/abs_max"] == 0.75
     assert line["mismatch/kl"] == 1e-9  # of the first step, which saw the policy that sampled
@@ -219,10 +219,10 @@ def test_parts_of_rewards_and_the_longest_wait_for_rewards_are_in_the_line_of_a_
         return RolloutGroup(id=str(i), rollouts=rollouts)
 
     groups = [group(0, 0.25, {"exact": 1.0}, {"exact": 0.0}), group(1, 0.5, {"exact": 0.5, "format": -2.0}, {})]
-    line = lines.of_batch(groups, {})
+    line = step_metrics.batch_metrics(groups, {})
     assert line["time/reward_s"] == 0.5
     assert (line["reward/part_exact_mean"], line["reward/part_format_mean"]) == (0.5, -2.0)  # of those that have it
-    line = lines.of_batch([group(2, 0.0, {})], {})  # an environment's own reward: nobody waited for it
+    line = step_metrics.batch_metrics([group(2, 0.0, {})], {})  # an environment's own reward: nobody waited for it
     assert line["time/reward_s"] == 0.0 and not [name for name in line if "part" in name]
 
 
@@ -239,5 +239,5 @@ def test_the_share_of_prompt_tokens_that_a_sibling_has_too():
         return RolloutGroup(id="g", rollouts=[Rollout(id="r", task=task, turns=[turn]) for turn in turns])
 
     # Of 3 + 3 + 2 tokens the second prompt's 3 are the first's; another group's prompt is not a sibling's.
-    assert lines.repeated_share([group([4, 5, 6], [4, 5, 6], [4, 5]), group([4, 5])]) == 3 / 10
-    assert lines.repeated_share([RolloutGroup(id="g", rollouts=[])]) == 0.0
+    assert step_metrics.repeated_share([group([4, 5, 6], [4, 5, 6], [4, 5]), group([4, 5])]) == 3 / 10
+    assert step_metrics.repeated_share([RolloutGroup(id="g", rollouts=[])]) == 0.0

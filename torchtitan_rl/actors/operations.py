@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from torchtitan_rl.types import Accumulated, LossFunction, Microbatch, OptimParams, OptimStepOutput, Request
+from torchtitan_rl.types import LossFunction, Microbatch, OptimParams, OptimStepOutput, RankOutput, Request
 from torchtitan_rl.weights.finite import NotFinite
 
 __all__ = [
@@ -62,13 +62,13 @@ class TrainerOperations(Protocol):
     @needs("model")
     def forward(
         self, batches: list[Microbatch], temperature: float, top_k: int, hidden: bool, entropy: bool
-    ) -> Accumulated:
+    ) -> RankOutput:
         """Scores the rank's microbatches, in order."""
 
     @needs("model", "gradients")
     def forward_backward(
         self, batches: list[Microbatch], loss_fn: LossFunction, temperature: float, loss_weight: float
-    ) -> Accumulated:
+    ) -> RankOutput:
         """Adds the gradient of the rank's microbatches, in order."""
 
     @needs("model", "optimizer", "gradients")

@@ -13,7 +13,7 @@ from torchtitan_rl import platform
 from torchtitan_rl.actors.process import heavy_imports, prepare_process
 from torchtitan_rl.config.meshes import TrainerConfig
 from torchtitan_rl.config.model import ModelConfig
-from torchtitan_rl.types import Accumulated, LossFunction, Microbatch, OptimParams, OptimStepOutput
+from torchtitan_rl.types import LossFunction, Microbatch, OptimParams, OptimStepOutput, RankOutput
 from torchtitan_rl.weights.finite import NotFinite
 
 __all__ = ["PolicyTrainer"]
@@ -62,7 +62,7 @@ class PolicyTrainer(Actor):
     @endpoint
     async def forward_backward(
         self, batches: list[Microbatch], loss_fn: LossFunction, temperature: float, loss_weight: float
-    ) -> Accumulated:
+    ) -> RankOutput:
         return self.rank.forward_backward(batches, loss_fn, temperature, loss_weight)
 
     @endpoint
@@ -72,7 +72,7 @@ class PolicyTrainer(Actor):
     @endpoint
     async def forward(
         self, batches: list[Microbatch], temperature: float, top_k: int, hidden: bool, entropy: bool
-    ) -> Accumulated:
+    ) -> RankOutput:
         return self.rank.forward(batches, temperature, top_k, hidden, entropy)
 
     @endpoint

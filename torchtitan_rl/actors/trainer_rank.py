@@ -25,7 +25,7 @@ from torchtitan_rl.model.residency import Part, device_bytes, gradient_tensors, 
 from torchtitan_rl.model.scoring import score
 from torchtitan_rl.model.train_step import accumulate_gradients, clip_and_step
 from torchtitan_rl.record.tracing import served, span
-from torchtitan_rl.types import Accumulated, LossFunction, Microbatch, OptimParams, OptimStepOutput
+from torchtitan_rl.types import LossFunction, Microbatch, OptimParams, OptimStepOutput, RankOutput
 from torchtitan_rl.weights.exchange import WeightExchange
 from torchtitan_rl.weights.finite import NotFinite
 from torchtitan_rl.weights.role_copies import RoleCopies
@@ -101,7 +101,7 @@ class TrainerRank:
 
     def forward_backward(
         self, batches: list[Microbatch], loss_fn: LossFunction, temperature: float, loss_weight: float
-    ) -> Accumulated:
+    ) -> RankOutput:
         """Adds the gradient of this rank's microbatches, in order."""
         with self.serving(TrainerOperations.forward_backward):
             return accumulate_gradients(
@@ -154,7 +154,7 @@ class TrainerRank:
 
     def forward(
         self, batches: list[Microbatch], temperature: float, top_k: int = 0, hidden: bool = False, entropy: bool = False
-    ) -> Accumulated:
+    ) -> RankOutput:
         """Scores this rank's microbatches, in order: log-probabilities (a critic: values), and with `top_k` the
         likeliest tokens, with `hidden` the hidden states, with `entropy` the entropies."""
         with self.serving(TrainerOperations.forward):

@@ -21,18 +21,22 @@ from torchtitan_rl.dispatch.shared_plan import PrefixCost, plan_siblings
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.record.tracing import span
 from torchtitan_rl.types import (
-    Accumulated,
     Datum,
     ForwardBackwardOutput,
     LossFunction,
     Microbatch,
     OptimParams,
     OptimStepOutput,
+    RankOutput,
+    add_sum,
+    mean_metrics,
+    num_trained,
 )
 from torchtitan_rl.weights.finite import NotFinite, WeightsNotFinite
 
 __all__ = ["MeshTrainingClient"]
 
+_FILLER = None  # in place of a datum's index, of the one row of a microbatch that a rank without datums computes
 _POLL_S, _LONGEST_POLL_S = 0.02, 0.5  # pauses between questions whether a checkpoint is on disk
 
 
@@ -70,7 +74,7 @@ class MeshTrainingClient(TrainingClient):
         if loss_config:
             loss_fn = partial(loss_fn, **loss_config)
         temperature = self._temperature if temperature is None else temperature
-        return self._submit(TrainerOperations.forward_backward, data, data, loss_fn, temperature, loss_weight)
+        return self._submit(TrainerOperations.forward_backward, data, loss_fn, temperature, loss_weight)
 
     def optim_step(
         self, params: OptimParams | None = None, *, grad_scale: float = 1.0
@@ -104,10 +108,9 @@ class MeshTrainingClient(TrainingClient):
                 "another role for top_k, hidden or entropy"
             )
         temperature = self._temperature if temperature is None else temperature
-        sent = [
-            dataclasses.replace(datum, loss_inputs={}) for datum in data
-        ]  # none is read, and hidden states are large
-        return self._submit(TrainerOperations.forward, data, sent, temperature, top_k, hidden, entropy)
+        # No loss input is read, and hidden states are large.
+        bare = [dataclasses.replace(datum, loss_inputs={}) for datum in data]
+        return self._submit(TrainerOperations.forward, data, temperature, top_k, hidden, entropy, sent=bare)
 
     def reset_optimizer(self) -> asyncio.Future[None]:
         return self._call(TrainerOperations.reset_optimizer)
@@ -173,7 +176,7 @@ class MeshTrainingClient(TrainingClient):
                 )
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_POLL_S)
-        return {name: entry for of_rank in written for name, entry in of_rank.items()}
+        return {name: entry for entries in written for name, entry in entries.items()}
 
     async def remove_checkpoint(self, path: Path) -> None:
         await self._mesh.call_all(TrainerOperations.remove_checkpoint, str(path))
@@ -210,9 +213,11 @@ class MeshTrainingClient(TrainingClient):
     # How a call reaches the ranks.
 
     def _submit(
-        self, operation: Operation, data: list[Datum], sent: list[Datum], *args
+        self, operation: Operation, data: list[Datum], *args, sent: list[Datum] | None = None
     ) -> asyncio.Future[ForwardBackwardOutput]:
-        """Sends the datums of `sent`, which are those of `data` or parts of them, packed and split over the ranks."""
+        """Packs datums and splits them over the ranks. `sent`: what travels in place of `data`, datum by datum; None:
+        `data` itself."""
+        sent = data if sent is None else sent
         name = operation.__name__
         check_lengths(name, data, self._max_datum_tokens)
         with span("pack microbatches"):
@@ -225,15 +230,17 @@ class MeshTrainingClient(TrainingClient):
                 plan = siblings.ranks
 
             def packed(members: list[int]) -> Microbatch:
+                if not members:
+                    return filler(sent[0])
                 return pack([sent[i] for i in members], None if siblings is None else siblings.of(members))
 
-            shards = [[packed(members) if members else filler(sent[0]) for members in of_rank] for of_rank in plan]
+            shards = [[packed(members) for members in microbatches] for microbatches in plan]
         answers = self._run(operation, lambda: self._mesh.call_split(operation, shards, *args))
 
         async def collect() -> ForwardBackwardOutput:
-            of_ranks = await answers
+            rank_outputs = await answers
             with span("read the trainer's answer"):
-                output = _merge(of_ranks, plan, data, who=f"{self._mesh.role}.{name}")
+                output = _merge(rank_outputs, plan, data, who=f"{self._mesh.role}.{name}")
                 if siblings is not None:
                     output.metrics["prompt/shared_frac"] = siblings.shared_frac
                 return output
@@ -268,7 +275,7 @@ def _alike(one: OptimStepOutput, other: OptimStepOutput) -> bool:
 
 
 def _merge(
-    answers: list[Accumulated], ranks: list[list[list[int]]], data: list[Datum], *, who: str
+    answers: list[RankOutput], plan: list[list[list[int]]], data: list[Datum], *, who: str
 ) -> ForwardBackwardOutput:
     """Puts the rows of all ranks back into input order; sums become means over the tokens that train.
 
@@ -276,25 +283,24 @@ def _merge(
     """
     rows: dict[str, dict[int | None, torch.Tensor]] = defaultdict(dict)  # by name, then by the datum's index
     sums: dict[str, float] = {}
-    for rank, (answer, microbatches) in enumerate(zip(answers, ranks, strict=True)):
-        slots = [index for members in microbatches for index in members or [None]]  # a filler has one row
-        for name, of_rank in answer.rows.items():
-            if len(slots) != len(of_rank):
+    for rank, (answer, microbatches) in enumerate(zip(answers, plan, strict=True)):
+        datum_of_row = [index for members in microbatches for index in members or [_FILLER]]
+        for name, rank_rows in answer.rows.items():
+            if len(datum_of_row) != len(rank_rows):
                 raise RuntimeError(
-                    f"{who}: data-parallel rank {rank} answered with {len(of_rank)} rows for {len(slots)}"
+                    f"{who}: data-parallel rank {rank} answered with {len(rank_rows)} rows for {len(datum_of_row)}"
                 )
-            rows[name] |= zip(slots, of_rank)
+            rows[name] |= zip(datum_of_row, rank_rows)
         for name, value in answer.sums.items():
-            sums[name] = max(sums.get(name, value), value) if name.endswith("_max") else sums.get(name, 0.0) + value
-    masks = [d.loss_inputs["loss_mask"] if "loss_mask" in d.loss_inputs else torch.ones(len(d)) for d in data]
-    num_tokens = int((torch.cat(masks) > 0).sum())
-    lists = {name: [of_data[index] for index in range(len(data))] for name, of_data in rows.items()}
+            add_sum(sums, name, value)
+    num_tokens = num_trained(data)
+    outputs = {name: [by_datum[index] for index in range(len(data))] for name, by_datum in rows.items()}
     return ForwardBackwardOutput(
-        policy_logprobs=lists.pop("policy_logprobs", []),
-        values=lists.pop("predicted_values", []),
-        **lists,
+        policy_logprobs=outputs.pop("policy_logprobs", []),
+        values=outputs.pop("predicted_values", []),
+        **outputs,
         loss=sum(a.loss for a in answers),
         num_tokens=num_tokens,
-        metrics={n: v if n.endswith("_max") else v / max(1, num_tokens) for n, v in sums.items()},
+        metrics=mean_metrics(sums, num_tokens),
         interval=(min(a.interval[0] for a in answers), max(a.interval[1] for a in answers)),
     )

@@ -11,12 +11,12 @@ from itertools import islice
 
 __all__ = ["Router"]
 
-_BLOCK_TOKENS = 16  # tokens per hash
-_MAX_PROMPTS = 16384  # prompts remembered, over all replicas, for every 32 of them
+_BLOCK_TOKENS = 16  # tokens per hashed block
+_MAX_PROMPTS = 16384  # remembered prompts, for every `_REPLICAS` replicas
 _REPLICAS = 32
 _STICKY_REQUESTS = 32  # an engine decodes 32 requests together in little more time than one
 _STICKY_SHARE = 1.5
-_FEW = 8  # replicas that are sooner looked at one by one
+_FEW = 8  # so many candidates are sooner looked at one by one than taken from the heap
 
 
 class Router:
@@ -36,20 +36,20 @@ class Router:
 
     def __init__(self, num_replicas: int, clock: Callable[[], float] = time.perf_counter) -> None:
         self._loads, self._indices = _Loads([0] * num_replicas), frozenset(range(num_replicas))
-        self._named = [Counter() for _ in range(num_replicas)]
+        self._pinned_counts = [Counter() for _ in range(num_replicas)]
         """Per replica, the unanswered pinned requests by policy version."""
         self._newest: int | None = None
-        self._kept: set[int] = set()
+        self._with_older_pins: set[int] = set()
         """The replicas with requests that are pinned to another version than `_newest`."""
         self._healthy: Sequence[int] = ()
         self._all: frozenset[int] = frozenset()
         """The members of `_healthy`."""
-        self._most = _MAX_PROMPTS * max(1, num_replicas // _REPLICAS)
+        self._max_prompts = _MAX_PROMPTS * max(1, num_replicas // _REPLICAS)
         self._num_loads = [0] * num_replicas
         self._homes: OrderedDict[tuple[int, tuple[int, ...]], tuple[int, int]] = OrderedDict()
         """(hash of a prompt's whole blocks, the tokens after the last whole block) -> (replica, the replica's number of
         loads when the prompt was sent), oldest first."""
-        self._endings: Counter[int] = Counter()
+        self._keys_per_hash: Counter[int] = Counter()
         """Hash -> number of keys of `_homes` with the hash. Most block hashes of a prompt are in no key: a count of 0
         saves the lookups."""
         self._clock, self._in_flight_s = clock, [0.0] * num_replicas
@@ -78,13 +78,13 @@ class Router:
     def add(self) -> None:
         """One more replica, without requests; its index is the next one."""
         self._loads.append()
-        self._indices |= {len(self._named)}
-        self._named.append(Counter())
+        self._indices |= {len(self._pinned_counts)}
+        self._pinned_counts.append(Counter())
         self._num_loads.append(0)
         self._in_flight_s.append(0.0)
         self._since.append(self._clock())
         self._answered.append(0)
-        self._most = _MAX_PROMPTS * max(1, len(self._named) // _REPLICAS)
+        self._max_prompts = _MAX_PROMPTS * max(1, len(self._pinned_counts) // _REPLICAS)
 
     def loaded(self, index: int) -> None:
         """The replica has loaded weights, so its caches are empty."""
@@ -97,12 +97,12 @@ class Router:
             return
         self._count(index, -num_requests)
         if version is not None:
-            named = self._named[index]
+            named = self._pinned_counts[index]
             named[version] -= num_requests
             if not named[version]:
                 del named[version]
                 if not named.keys() - {self._newest}:
-                    self._kept.discard(index)
+                    self._with_older_pins.discard(index)
 
     # Routing.
 
@@ -120,25 +120,27 @@ class Router:
         healthy, the same list costs nothing to look at again. `loaded_versions` has the version of every replica,
         healthy or not; only requests that are pinned need it. `newest` is the version that serves unpinned requests."""
         self._note(healthy, newest)
-        among = self._unpinned() if version is None else self._serving(version, loaded_versions, len(prompts))
-        share = (self._load_of(among) + len(prompts)) / len(among)
-        limit = max(_STICKY_REQUESTS, math.ceil(_STICKY_SHARE * share))
-        only = next(iter(among)) if len(among) == 1 else None
+        candidates = self._unpinned() if version is None else self._serving(version, loaded_versions, len(prompts))
+        mean_load = (self._load_of(candidates) + len(prompts)) / len(candidates)
+        sticky_limit = max(_STICKY_REQUESTS, math.ceil(_STICKY_SHARE * mean_load))
+        sole_candidate = next(iter(candidates)) if len(candidates) == 1 else None
         chosen: list[int] = []
         previous, hashes = None, []
         for prompt in prompts:
-            if (index := only) is None:
+            if sole_candidate is not None:
+                index = sole_candidate
+            else:
                 if prompt != previous:  # equal prompts of a group are adjacent: hash once
                     previous, hashes = prompt, _block_hashes(prompt)
                 index = self._home(prompt, hashes)
-                if index not in among or self.loads[index] >= limit:
-                    index = self._loads.least(among)
+                if index not in candidates or self.loads[index] >= sticky_limit:
+                    index = self._loads.least(candidates)
                 self._remember(prompt, hashes, index)
             self._count(index, 1)
             if version is not None:
-                self._named[index][version] += 1
+                self._pinned_counts[index][version] += 1
                 if version != newest:
-                    self._kept.add(index)
+                    self._with_older_pins.add(index)
             chosen.append(index)
         return chosen
 
@@ -155,12 +157,14 @@ class Router:
             self._healthy, self._all = healthy, frozenset(healthy)
         if newest != self._newest:
             self._newest = newest
-            self._kept = {index for index, named in enumerate(self._named) if named.keys() - {newest}}
+            self._with_older_pins = {
+                index for index, counts in enumerate(self._pinned_counts) if counts.keys() - {newest}
+            }
 
     def _unpinned(self) -> Set[int]:
         """The candidates for unpinned requests: healthy replicas with no request pinned to an older version, or all
         healthy replicas when there are none."""
-        return (self._all - self._kept) or self._all if self._kept else self._all
+        return (self._all - self._with_older_pins) or self._all if self._with_older_pins else self._all
 
     def _serving(self, version: int, loaded_versions: Sequence[int | None], num_requests: int) -> Set[int]:
         """The candidates for requests pinned to a version; at least one, by index: healthy replicas that hold the
@@ -168,27 +172,27 @@ class Router:
         When both are none: the healthy replica with the fewest requests."""
         # A replica that is about to load the version counts as serving: more requests of the version must not make
         # another replica load it too.
-        serving = {i for i in self._healthy if loaded_versions[i] == version or version in self._named[i]}
-        if (more := num_requests // _STICKY_REQUESTS - len(serving)) > 0:
+        serving = {i for i in self._healthy if loaded_versions[i] == version or version in self._pinned_counts[i]}
+        if (num_missing := num_requests // _STICKY_REQUESTS - len(serving)) > 0:
             idle = (i for i in self._healthy if i not in serving and not self.loads[i])
-            serving |= set(islice(idle, more))
+            serving |= set(islice(idle, num_missing))
         return serving or {self._loads.least(self._all)}
 
-    def _load_of(self, among: Set[int]) -> int:
+    def _load_of(self, indices: Set[int]) -> int:
         """The unanswered requests of some replicas. Looks at them, or at all but them where these are fewer."""
-        if 2 * len(among) <= len(self.loads):
-            return sum(self.loads[i] for i in among)
-        return self._loads.total - sum(self.loads[i] for i in self._indices - among)
+        if 2 * len(indices) <= len(self.loads):
+            return sum(self.loads[i] for i in indices)
+        return self._loads.total - sum(self.loads[i] for i in self._indices - indices)
 
     def _home(self, prompt: list[int], hashes: list[int]) -> int | None:
         """The replica that was last sent the longest remembered prompt that `prompt` equals or extends; None when there
         is no such prompt. A prompt sent before the replica's last load does not count."""
         for num_blocks in reversed(range(len(hashes))):
-            if not self._endings[hashes[num_blocks]]:
+            if not self._keys_per_hash[hashes[num_blocks]]:
                 continue
-            rest = tuple(prompt[num_blocks * _BLOCK_TOKENS :][: _BLOCK_TOKENS - 1])
-            for length in reversed(range(len(rest) + 1)):
-                index, num_loads = self._homes.get((hashes[num_blocks], rest[:length]), (None, 0))
+            tail = tuple(prompt[num_blocks * _BLOCK_TOKENS :][: _BLOCK_TOKENS - 1])
+            for length in reversed(range(len(tail) + 1)):
+                index, num_loads = self._homes.get((hashes[num_blocks], tail[:length]), (None, 0))
                 if index is not None and num_loads == self._num_loads[index]:
                     return index
         return None
@@ -196,14 +200,14 @@ class Router:
     def _remember(self, prompt: list[int], hashes: list[int], index: int) -> None:
         key = hashes[-1], tuple(prompt[(len(hashes) - 1) * _BLOCK_TOKENS :])
         if key not in self._homes:
-            self._endings[key[0]] += 1
+            self._keys_per_hash[key[0]] += 1
         self._homes[key] = index, self._num_loads[index]
         self._homes.move_to_end(key)
-        if len(self._homes) > self._most:
+        if len(self._homes) > self._max_prompts:
             (ending, _), _ = self._homes.popitem(last=False)
-            self._endings[ending] -= 1
-            if not self._endings[ending]:
-                del self._endings[ending]
+            self._keys_per_hash[ending] -= 1
+            if not self._keys_per_hash[ending]:
+                del self._keys_per_hash[ending]
 
 
 class _Loads:

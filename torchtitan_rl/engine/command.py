@@ -17,4 +17,5 @@ class Command:
     """`add`: a list of (request id, request). `load`: a policy version. `company`: a list of
     `record.schedule.Companion`. `load_adapters`: a policy version and a slot. `wake`: a part's name. `sleep`:
     unused."""
-    more: bool = False  # whether another command is executed before the engine steps
+    holds_step: bool = False
+    """Whether another command is executed before the engine steps."""

@@ -336,12 +336,13 @@ class Engine:
 
     def _iterate(self) -> None:
         """Executes the commands that wait, then takes one engine step if there is work."""
-        more = True
-        while more:
+        while True:
             with nullcontext() if self._has_work() else span("wait for a request"):
                 command, self._current = self._next()
             self._execute(command, self._current)
-            self._current, more = [], command.more
+            self._current = []
+            if not command.holds_step:
+                break
         self._step()
 
     def _next(self) -> tuple[Command, list[Future]]:
@@ -353,7 +354,7 @@ class Engine:
             wait_s = 0.0 if self._has_work() else _IDLE_WAIT_S
             with suppress(queue.Empty):
                 command, futures = self._commands.get(timeout=wait_s)
-                command.more = not self._commands.empty()
+                command.holds_step = not self._commands.empty()
         if self._config.tensor_parallel_degree > 1:
             command = vllm_internals.from_leader(command)
         return command, futures
@@ -375,7 +376,7 @@ class Engine:
             return followed.part(waited)
         with suppress(queue.Empty):
             followed.receive(*self._commands.get(timeout=_IDLE_WAIT_S))
-        return Command(more=not self._closing), []
+        return Command(holds_step=not self._closing), []
 
     def _execute(self, command: Command, futures: list[Future]) -> None:
         if command.kind == "add":
@@ -513,20 +514,24 @@ class Engine:
 
     def _add_companion(self, request_id: str, companion: Companion) -> None:
         """Adds a request in the place of a recorded one: where that had a row, as it was one token before."""
-        before = 0 if companion.waits else 1
-        num_tokens = max(1, companion.num_tokens - before)
-        most = self._config.max_model_len - num_tokens
-        left = 1 if not companion.num_tokens else most if companion.num_left is None else companion.num_left + before
+        num_sampled = 0 if companion.waits else 1  # the step that gives it its row samples one token
+        num_tokens = max(1, companion.num_tokens - num_sampled)
+        if not companion.num_tokens:  # its row is free at the next step
+            max_tokens = 1
+        elif companion.num_left is None:
+            max_tokens = self._config.max_model_len - num_tokens
+        else:
+            max_tokens = companion.num_left + num_sampled
         request = Request(
             [0] * num_tokens,
-            SamplingParams(max_tokens=left, temperature=companion.temperature, seed=0, ignore_eos=True),
+            SamplingParams(max_tokens=max_tokens, temperature=companion.temperature, seed=0, ignore_eos=True),
             number=_COMPANION,
         )
         params = engine_params(request)
         params.skip_reading_prefix_cache = True
         prompt = tokens_input(request.tokens, cache_salt=_COMPANY_SALT)
         engine_id = self._engine.add_request(request_id, prompt, params)
-        vllm_internals.begin_at(self._engine, engine_id, max(0, companion.num_computed - before))
+        vllm_internals.begin_at(self._engine, engine_id, max(0, companion.num_computed - num_sampled))
         starts = [(0, self.policy_version)]
         self._in_flight[request_id] = _InFlight(engine_id, starts, None, number=_COMPANION, params=request.params)
 

@@ -88,7 +88,7 @@ class FollowedSchedule:
             return self._at_once.popleft()
         if self._company and self._has_loaded:
             company, self._company = self._company, []
-            return Command("company", company, more=True), []
+            return Command("company", company, holds_step=True), []
         if not self._entries:  # what comes now would share steps with requests of the record
             return (Command(), []) if has_work else self._released()
         entry = self._entries[0]
@@ -106,7 +106,7 @@ class FollowedSchedule:
             self._has_loaded = True
             command, futures = self._loads[entry.version].popleft()
             argument = command.argument if entry.slot is None else (entry.version, entry.slot)
-            return Command(command.kind, argument, more=True), futures
+            return Command(command.kind, argument, holds_step=True), futures
         admitted = [self._requests[key].popleft() for _, key in entry.requests]
         for (_, request, _), version in zip(admitted, entry.adapters):
             request.adapter = version  # the one that was served when it came: here it may have come earlier or later
@@ -130,7 +130,7 @@ class FollowedSchedule:
     def _released(self) -> _Received:
         self._has_ended, early = True, self._early_requests()
         self._at_once += [
-            (Command(command.kind, command.argument, more=True), futures)
+            (Command(command.kind, command.argument, holds_step=True), futures)
             for _, waiting in sorted(self._loads.items())
             for command, futures in waiting
         ]
@@ -152,4 +152,4 @@ def _loaded_version(command: Command) -> int | None:
 
 def _admission(requests: list[tuple[str, Request, Future]]) -> _Received:
     futures = [future for *_, future in requests]
-    return Command("add", [(request_id, request) for request_id, request, _ in requests], more=True), futures
+    return Command("add", [(request_id, request) for request_id, request, _ in requests], holds_step=True), futures

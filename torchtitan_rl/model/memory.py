@@ -11,7 +11,7 @@ inner size of the feed-forward.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -129,6 +129,15 @@ def trainer_parts(
     }
 
 
+class _Moment(NamedTuple):
+    """Bytes held at one moment of forward and backward; see `working_parts`."""
+
+    gathered: float
+    activations: float
+    logits: float
+    passing: float
+
+
 def working_parts(
     config: TrainerConfig, shape: DecoderShape, *, trains: bool = True, device: str = "cuda", float32_head: bool = False
 ) -> dict[str, int]:
@@ -159,44 +168,48 @@ def working_parts(
         logits = chunk * (4 + compute if float32_head and compute < 4 else compute) // 4
     else:
         logits = chunk * (3 * 4 + (compute if compute < 4 else 0)) // 4
-    copies = 0
-    if config.shared_prefix != "off" and device == "cpu":  # of a prompt's keys and values, in front of every sibling
-        copies = tokens * compute * (MAX_KEYS - 1) * 2 * shape.n_kv_heads * shape.head_dim // tp
-    per_layer = tokens * compute * layer_activations(shape, "none", tp) + copies
+    prompt_copies = 0
+    if config.shared_prefix != "off" and device == "cpu":  # keys and values of a prompt, in front of every sibling
+        prompt_copies = tokens * compute * (MAX_KEYS - 1) * 2 * shape.n_kv_heads * shape.head_dim // tp
+    per_layer = tokens * compute * layer_activations(shape, "none", tp) + prompt_copies
     if not trains:
         gathered = compute * (table * (1 if tied else 2) + 2 * layer)
         return {"gathered": gathered} | ({"activations": per_layer} if per_layer > logits else {"logits": logits})
     kept = tokens * compute * layer_activations(shape, config.activation_checkpoint, tp)
-    kept += copies if config.activation_checkpoint == "none" else 0
+    kept += prompt_copies if config.activation_checkpoint == "none" else 0
     activations = shape.n_layers * kept + tokens * compute * (2 * shape.dim // tp + shape.dim)  # and of the last norm
     used, num_experts = (1, 1) if shape.experts is None else (shape.experts.top_k, shape.experts.num_experts)
     gradients = tokens * compute * (2 * used * shape.hidden_dim // tp + 2 * shape.dim)
-    copies = 1 if parallel.data_parallel_shard_degree == 1 else 2  # one rank fetches nothing ahead
+    layers_gathered = 1 if parallel.data_parallel_shard_degree == 1 else 2  # one rank fetches nothing ahead
     reduced = compute + 4 + 4 / parallel.data_parallel_shard_degree  # bytes of a gradient before and after
     weights, matrix = compute * layer, compute * shape.dim * num_experts * shape.hidden_dim // tp
-    chunked = table * (4 + (compute if compute < 4 else 0))
-    before = 4 * layer * (copies - 1)  # a group's copy in float32 lives until the next group is reduced
+    head_gradient = table * (4 + (compute if compute < 4 else 0))
+    unreduced = 4 * layer * (layers_gathered - 1)  # a group's copy in float32 lives until the next group is reduced
     if tied:
         head = compute * table
         moments = [
-            (head + weights, activations, logits, chunked),
-            (head + copies * weights, activations + per_layer - kept + gradients, 0, head + matrix),
-            (head + weights, activations - kept, 0, head + layer * reduced),
-            (head, 0, 0, 3 * head + before),
-            (0, 0, 0, table * reduced + before),
+            # At the head.
+            _Moment(head + weights, activations, logits, head_gradient),
+            # In the last layer's feed-forward, after a layer, and at the embedding before and after the reduction.
+            _Moment(head + layers_gathered * weights, activations + per_layer - kept + gradients, 0, head + matrix),
+            _Moment(head + weights, activations - kept, 0, head + layer * reduced),
+            _Moment(head, 0, 0, 3 * head + unreduced),
+            _Moment(0, 0, 0, table * reduced + unreduced),
         ]
     else:
         moments = [
-            (compute * table + weights, activations, logits, chunked),
-            (weights, activations, 0, table * reduced),
-            (copies * weights, activations + per_layer - kept + gradients, 0, 4 * table + matrix),
-            (weights, activations - kept, 0, 4 * table + layer * reduced),
-            (0, 0, 0, table * reduced + before),
+            # At the head and after it.
+            _Moment(compute * table + weights, activations, logits, head_gradient),
+            _Moment(weights, activations, 0, table * reduced),
+            # In the last layer's feed-forward, after a layer, and at the embedding.
+            _Moment(layers_gathered * weights, activations + per_layer - kept + gradients, 0, 4 * table + matrix),
+            _Moment(weights, activations - kept, 0, 4 * table + layer * reduced),
+            _Moment(0, 0, 0, table * reduced + unreduced),
         ]
     if config.lora is not None:  # a frozen base has no gradients
-        moments = [(*moment[:3], 0) for moment in moments]
-    names = ("gathered", "activations", "logits", "passing")
-    return {name: int(size) for name, size in zip(names, max(moments, key=sum), strict=True)}
+        moments = [moment._replace(passing=0) for moment in moments]
+    largest = max(moments, key=sum)
+    return {name: int(size) for name, size in largest._asdict().items()}
 
 
 def generator_parts(

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_rl.model.train_step import add_rows, head_outputs
 from torchtitan_rl.record.tracing import span
-from torchtitan_rl.types import Accumulated, Microbatch
+from torchtitan_rl.types import Microbatch, RankOutput
 
 __all__ = ["score"]
 
@@ -21,7 +21,7 @@ _ROWS = {
     "hidden": None,
     "entropy": torch.float32,
 }
-"""Model outputs that `Accumulated.rows` returns, and the dtype of each; None keeps the output's dtype."""
+"""Model outputs that `RankOutput.rows` returns, and the dtype of each; None keeps the output's dtype."""
 
 
 def score(
@@ -34,11 +34,11 @@ def score(
     top_k: int = 0,
     hidden: bool = False,
     entropy: bool = False,
-) -> Accumulated:
+) -> RankOutput:
     """Log-probabilities of the targets, or a critic's values. A language model can also return the `top_k` likeliest
     tokens, the `hidden` states that enter the head, and the `entropy` of each position's distribution."""
     began = time.time()
-    result = Accumulated(rows={}, loss=0.0, sums={})
+    result = RankOutput(rows={}, loss=0.0, sums={})
     extra = {"top_k": top_k, "hidden": hidden} if top_k or hidden else {}
     names = _ROWS.keys() if entropy else _ROWS.keys() - {"entropy"}  # the head always computes it
     with torch.no_grad():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from torchtitan_rl.model import routing_replay
 from torchtitan_rl.model.attention import PackedDocuments, PackedSDPA, varlen_metadata
 from torchtitan_rl.model.shared_prefix import SharedPrefix
 from torchtitan_rl.record.tracing import span
-from torchtitan_rl.types import Accumulated, LossFunction, LossInputs, Microbatch, OptimParams
+from torchtitan_rl.types import LossFunction, LossInputs, Microbatch, OptimParams, RankOutput, add_sum
 
 __all__ = ["head_outputs", "accumulate_gradients", "add_rows", "clip_and_step"]
 
@@ -24,8 +24,9 @@ __all__ = ["head_outputs", "accumulate_gradients", "add_rows", "clip_and_step"]
 def head_outputs(
     model, batch: Microbatch, device: torch.device, *, temperature: float, multiple_of: int = 1, **extra
 ) -> dict[str, torch.Tensor]:
-    """The head's outputs for a packed microbatch, by name, each (T, ...): `policy_logprobs` of the targets and
-    `entropy`, or a critic's `predicted_values`. `extra` are further arguments of `LogprobHead.ask`.
+    """The head's outputs for a packed microbatch of T tokens, by name, each (T, ...) in the microbatch's order:
+    `policy_logprobs` of the targets and `entropy`, or a critic's `predicted_values`. `extra` are further arguments of
+    `LogprobHead.ask`.
 
     One extra document, which the outputs leave out, pads T to a multiple of `multiple_of` (sequence parallelism). Where
     siblings share their prompt, the prompt is computed once. Raises RuntimeError for siblings where attention is
@@ -42,19 +43,8 @@ def head_outputs(
     if padding:
         lengths, shared = [*lengths, padding], None if shared is None else [*shared, 0]
     tokens_T = F.pad(tokens_T, (0, padding)).to(device, non_blocking=True)
-    firsts = shared or [0] * len(lengths)
-    positions_T = torch.cat([torch.arange(at, at + num) for at, num in zip(firsts, lengths, strict=True)]).to(
-        device, non_blocking=True
-    )
-    if isinstance(model.config.first_attention.inner_attention, PackedSDPA.Config):
-        masks = PackedDocuments.build(lengths, device, shared)
-    elif shared is None:
-        masks = varlen_metadata(lengths, device)
-    else:
-        raise RuntimeError(
-            "trainer.shared_prefix='auto': attention of variable lengths computes each document by itself; use 'off', "
-            "or trainer.attention='sdpa'"
-        )
+    positions_T = _positions(lengths, shared or [0] * len(lengths)).to(device, non_blocking=True)
+    masks = _attention_masks(model, lengths, device, shared)
     targets = F.pad(targets, (0, 0) * (targets.dim() - 1) + (0, padding)).to(device, non_blocking=True)
     (model.lm_head.ask if extra else model.lm_head.target)(targets, temperature, **extra)
     routing_replay.expect(model, batch.routing, padding=padding, device=device)
@@ -63,7 +53,38 @@ def head_outputs(
     if prefix is None:
         return rows
     row_T = prefix.row_T.to(device, non_blocking=True)
-    return {name: of_computed.index_select(0, row_T) for name, of_computed in rows.items()}
+    return {name: computed.index_select(0, row_T) for name, computed in rows.items()}
+
+
+def _positions(lengths: list[int], firsts: list[int]) -> torch.Tensor:
+    """The position of each packed token in its sequence, (T,). A document that shares its first tokens with an earlier
+    one begins at `firsts[i]`."""
+    return torch.cat([torch.arange(first, first + length) for first, length in zip(firsts, lengths, strict=True)])
+
+
+def _attention_masks(model, lengths: list[int], device: torch.device, shared: list[int] | None):
+    """What the layers take as `attention_masks`. Raises RuntimeError for siblings that share tokens where attention is
+    torchtitan's kernel of variable lengths."""
+    if isinstance(model.config.first_attention.inner_attention, PackedSDPA.Config):
+        return PackedDocuments.build(lengths, device, shared)
+    if shared is None:
+        return varlen_metadata(lengths, device)
+    raise RuntimeError(
+        "trainer.shared_prefix='auto': attention of variable lengths computes each document by itself; use 'off', "
+        "or trainer.attention='sdpa'"
+    )
+
+
+class _Answer(NamedTuple):
+    """What one microbatch gave. Tensors are on the device still."""
+
+    metric_names: list[str]
+    scalars: list[torch.Tensor]
+    """The loss, then the metrics."""
+    outputs: dict[str, torch.Tensor]
+    """By name, (T, ...)."""
+    lengths: list[int]
+    """Tokens of each datum."""
 
 
 def accumulate_gradients(
@@ -75,18 +96,16 @@ def accumulate_gradients(
     temperature: float = 1.0,
     loss_weight: float = 1.0,
     multiple_of: int = 1,
-) -> Accumulated:
+) -> RankOutput:
     """Adds the gradient of `loss_weight` x the summed loss to the parameters.
 
     The loss is a token sum, so the result does not depend on how datums were split into microbatches. Numbers are read
     from the device after the last microbatch: the host launches the next one while the device computes.
     """
-    result = Accumulated(rows={}, loss=0.0, sums={}, interval=(time.time(), 0.0))
-    names: list[list[str]] = []
-    scalars: list[torch.Tensor] = []
-    rows: dict[str, list[tuple[torch.Tensor, list[int]]]] = {}
+    result = RankOutput(rows={}, loss=0.0, sums={}, interval=(time.time(), 0.0))
+    answers: list[_Answer] = []
     for batch in batches:
-        tensors = {name: rows.to(device, non_blocking=True) for name, rows in batch.loss_inputs.items()}
+        tensors = {name: column.to(device, non_blocking=True) for name, column in batch.loss_inputs.items()}
         extra = {"teacher_hidden_TD": tensors["teacher_hidden"]} if "teacher_hidden" in tensors else {}
         with span("forward"):
             outputs = head_outputs(model, batch, device, temperature=temperature, multiple_of=multiple_of, **extra)
@@ -98,19 +117,23 @@ def accumulate_gradients(
             metrics |= routing_replay.agreement(model, tensors["loss_mask"])
         with span("backward"):
             (loss * loss_weight).backward()
-        names.append(list(metrics))
-        scalars += [_scalar(value, device) for value in (loss, *metrics.values())]
-        for name in outputs.keys() & {"policy_logprobs", "predicted_values"}:
-            rows.setdefault(name, []).append((outputs[name].detach().float(), batch.lengths))
+        kept = outputs.keys() & {"policy_logprobs", "predicted_values"}
+        answers.append(
+            _Answer(
+                metric_names=list(metrics),
+                scalars=[_scalar(value, device) for value in (loss, *metrics.values())],
+                outputs={name: outputs[name].detach().float() for name in kept},
+                lengths=batch.lengths,
+            )
+        )
+    scalars = [scalar for answer in answers for scalar in answer.scalars]
     numbers = iter(torch.stack(scalars).tolist() if scalars else [])  # one copy from the device
-    for of_batch in names:
+    for answer in answers:
         result.loss += next(numbers)
-        for name in of_batch:
-            new, old = next(numbers), result.sums.get(name)
-            result.sums[name] = new if old is None else max(old, new) if name.endswith("_max") else old + new
-    for name, of_batches in rows.items():
-        for rows_T, lengths in of_batches:
-            add_rows(result, name, rows_T, lengths)
+        for name in answer.metric_names:
+            add_sum(result.sums, name, next(numbers))
+        for name, rows_T in answer.outputs.items():
+            add_rows(result, name, rows_T, answer.lengths)
     result.interval = (result.interval[0], time.time())
     return result
 
@@ -130,7 +153,7 @@ def _scalar(value: Any, device: torch.device) -> torch.Tensor:
     return torch.full((), value, dtype=torch.float64, device=device)  # a fill; for a copy the host would wait
 
 
-def add_rows(result: Accumulated, name: str, rows_T: torch.Tensor, lengths: list[int]) -> None:
+def add_rows(result: RankOutput, name: str, rows_T: torch.Tensor, lengths: list[int]) -> None:
     """Appends an output of a microbatch to `result.rows`, a tensor per datum."""
     rows = rows_T.detach().cpu().split(lengths)
     result.rows.setdefault(name, []).extend(row.clone() for row in rows)  # pickling a view sends all rows

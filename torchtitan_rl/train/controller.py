@@ -51,13 +51,12 @@ from torchtitan_rl.rollout.lagged_batches import LaggedBatches
 from torchtitan_rl.rollout.player import Rollouts
 from torchtitan_rl.rollout.reward_model import RewardModel
 from torchtitan_rl.serve.run_gateway import external_of, open_gateway
-from torchtitan_rl.train import lines, listeners, resume
+from torchtitan_rl.train import listeners, resume, step_metrics
 from torchtitan_rl.train.checkpoints import Checkpoints
 from torchtitan_rl.train.early_stop import CollapseRule, EarlyEnd, end_early
 from torchtitan_rl.train.entropy_coefficient import AdaptiveEntropy
 from torchtitan_rl.train.evaluation import Evaluation, Evaluations
 from torchtitan_rl.train.kl_coefficient import AdaptiveKL
-from torchtitan_rl.train.lines import StepMetrics
 from torchtitan_rl.train.numeric_guard import note_bad_step
 from torchtitan_rl.train.overlap import Overlap
 from torchtitan_rl.train.overlapped_evaluations import OverlappedEvaluations
@@ -67,6 +66,7 @@ from torchtitan_rl.train.recorded_attempt import RecordedAttempt
 from torchtitan_rl.train.run_record import finish_record
 from torchtitan_rl.train.start import Inputs, read_inputs, start, stopped_on_failure
 from torchtitan_rl.train.step import count_bad, take_step, training_data
+from torchtitan_rl.train.step_metrics import StepMetrics
 from torchtitan_rl.train.supervised import supervise
 from torchtitan_rl.train.trainer_speed import TrainerSpeed
 from torchtitan_rl.types import RolloutGroup
@@ -439,7 +439,7 @@ class Controller(AbstractAsyncContextManager):
                     if config.roles.refresh_reference_every or config.algorithm.refresh_teacher_every:
                         await self._refresh(first)
                 overlap = self.overlap is not None
-                line |= lines.of_times(line, step.seconds, generate.seconds, sync.seconds, overlap=overlap)
+                line |= step_metrics.time_metrics(line, step.seconds, generate.seconds, sync.seconds, overlap=overlap)
                 if self.overlap is not None:
                     training_s, waited_s = sync.began - generate.ended, self.overlapped_evaluations.waited_s
                     line |= self.overlap.metrics(line, training_s=training_s, evaluation_wait_s=waited_s)
@@ -459,7 +459,7 @@ class Controller(AbstractAsyncContextManager):
         Metrics of rewards count `sampled`, which `groups` were chosen from; `policy/lag_*` count `groups`. Does not
         publish. `mismatch/*` are computed on the first minibatch, before its step.
         """
-        config, line = self.config, StepMetrics()
+        config, metrics = self.config, StepMetrics()
         if self.adaptive_kl is not None:
             config = dataclasses.replace(config, algorithm=self.adaptive_kl.algorithm(config.algorithm))
         if self.adaptive_entropy is not None:
@@ -472,15 +472,15 @@ class Controller(AbstractAsyncContextManager):
         async with explaining as mismatch:
             with self.recorder.span("score") as score:
                 data = await training_data(groups, self.roles, algorithm)
-            line.mean("time/score_s", score.seconds)
+            metrics.add("time/score_s", score.seconds)
             with span("count metrics"):
-                of_batch = lines.of_batch(sampled or groups, self.generator.health())
-                of_batch |= lag_metrics(groups, self.versions.publications)
+                batch_metrics = step_metrics.batch_metrics(sampled or groups, self.generator.health())
+                batch_metrics |= lag_metrics(groups, self.versions.publications)
                 if self.adaptive_kl is not None:
-                    of_batch |= self.adaptive_kl.adapt(data)
+                    batch_metrics |= self.adaptive_kl.adapt(data)
             for epoch in range(algorithm.num_epochs):
                 for minibatch in minibatches(data, algorithm, groups) if algorithm.tasks_per_minibatch else [data]:
-                    output = await take_step(minibatch, self.roles, config, self.state.step, line)
+                    output = await take_step(minibatch, self.roles, config, self.state.step, metrics)
                     self.state.step = self.state.phase_step = self.state.step + 1
                     if bad := count_bad(self.state, output.steps):
                         limit = self.config.controller.max_skipped_steps
@@ -488,13 +488,14 @@ class Controller(AbstractAsyncContextManager):
                     if epoch == 0:
                         trained += zip(minibatch, output.policy_logprobs, strict=True)
             if self.adaptive_entropy is not None:
-                of_batch |= self.adaptive_entropy.adapt(line.line())
+                batch_metrics |= self.adaptive_entropy.adapt(metrics.compute())
             if self.explainer is not None:
                 self.explainer.note_trained(trained)
             if self.overlap is not None:
                 self.overlap.note_trained(trained)
             self.recorder.record(TrainedOn(sequences=trained))
-        return {**of_batch, "step": self.state.step, **line.line(), **line.speed(self.speed), **mismatch}
+        steps = {**metrics.compute(), **metrics.speed(self.speed)}
+        return {**batch_metrics, "step": self.state.step, **steps, **mismatch}
 
     async def publish(self) -> int:
         """Sends the trainer's weights to every generator, after evaluations of the weights before. Returns the policy

@@ -21,7 +21,7 @@ from torchtitan_rl.record.recorder import Metrics, Recorder
 from torchtitan_rl.rollout.player import Rollouts
 from torchtitan_rl.tasks.family import TaskFamily, source_of
 from torchtitan_rl.train.role_step import RoleStep
-from torchtitan_rl.train.step import count_bad, lr_factor, timed
+from torchtitan_rl.train.step import count_bad, lr_factor, with_seconds_since
 from torchtitan_rl.train.trainer_speed import TrainerSpeed
 from torchtitan_rl.types import Datum, LossFunction, OptimParams
 from torchtitan_rl.types.run_state import RunState
@@ -100,7 +100,7 @@ async def prefer(
         for step in range(state.phase_step, preference.num_steps):
             with recorder.span("step") as span:
                 data = trainer.datums(player.pairs(source.next(preference.batch_size)))
-                numbers_N, score_s = await timed(trainer.numbers(data), span.began)
+                numbers_N, score_s = await with_seconds_since(span.began, trainer.numbers(data))
                 loss, derivative_N = pairs.pair_loss(numbers_N, loss_fn)
                 if not torch.isfinite(derivative_N).all():  # the step counts as bad by its loss; datums hold numbers
                     derivative_N = torch.zeros_like(derivative_N)
@@ -109,8 +109,8 @@ async def prefer(
                 start = time.perf_counter()
                 forward_backward = client.forward_backward(weighted, token_sum, temperature=1.0)
                 optim_step = client.optim_step(OptimParams(lr=lr, betas=preference.betas))
-                output, forward_backward_s = await timed(forward_backward, start)
-                optim, optim_s = await timed(optim_step, start)
+                output, forward_backward_s = await with_seconds_since(start, forward_backward)
+                optim, both_s = await with_seconds_since(start, optim_step)
                 step_s = time.perf_counter() - span.began
             state.phase_step, state.preference_source = step + 1, source.state_dict()
             steps: dict[str, RoleStep] = {preference.role: RoleStep(optim, loss)}
@@ -127,13 +127,13 @@ async def prefer(
                 "time/step_s": step_s,
                 "time/score_s": score_s,
                 "time/forward_backward_s": forward_backward_s,
-                "time/optim_s": optim_s - forward_backward_s,
+                "time/optim_s": both_s - forward_backward_s,
             }
             if speed is not None:
-                line |= speed.metrics([len(datum) for datum in data], optim_s)
+                line |= speed.metrics([len(datum) for datum in data], both_s)
             last = step + 1 == preference.num_steps
             if last and preference.eval_pairs:
-                line |= await _of_validation(trainer, family, player)
+                line |= await _validation_metrics(trainer, family, player)
             recorder.record(Metrics(line=line))
             recorder.advance(phase, text=f"loss {loss:.3f}, accuracy {line['rewards/accuracy']:.3f}")
             if not last:
@@ -141,7 +141,7 @@ async def prefer(
     await client.reset_optimizer()
 
 
-async def _of_validation(trainer: PairTrainer, family: TaskFamily, player: Rollouts) -> dict[str, float]:
+async def _validation_metrics(trainer: PairTrainer, family: TaskFamily, player: Rollouts) -> dict[str, float]:
     """Loss and accuracy on the first pairs of the validation split, which never train."""
     size, num_pairs = family.num_tasks("validation"), trainer.config.eval_pairs
     tasks = [family.task("validation", index) for index in range(num_pairs if size is None else min(size, num_pairs))]

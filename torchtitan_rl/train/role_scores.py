@@ -14,9 +14,9 @@ from torchtitan_rl.algorithm.routed_data import without_routing
 from torchtitan_rl.algorithm.terms import with_kl_reward
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.dispatch.training_client import TrainingClient
-from torchtitan_rl.train.lines import StepMetrics
 from torchtitan_rl.train.role_step import RoleStep
-from torchtitan_rl.types import Datum, OptimParams, RolloutGroup
+from torchtitan_rl.train.step_metrics import StepMetrics
+from torchtitan_rl.types import Datum, ForwardBackwardOutput, OptimParams, RolloutGroup
 
 __all__ = ["critic_step", "with_old_logprobs", "with_roles"]
 
@@ -32,15 +32,15 @@ async def with_roles(
     A critic's advantages are per token and stay in the datums: `advantages` of a group becomes None, unless the group
     has precomputed advantages. With distillation that does not use rewards, `advantages` of every group becomes None.
     """
-    by_others = without_routing(data)
-    waits = {
-        role: client.forward(
-            data if role == "policy" else by_others, **(teacher_request(config.distill) if role == "teacher" else {})
-        )
-        for role, client in roles.items()
-        if role in _SCORE_BATCHES or (role == "policy" and config.scores_each_batch)
-    }
-    outputs = dict(zip(waits, await asyncio.gather(*waits.values())))
+    forwards: dict[str, Awaitable[ForwardBackwardOutput]] = {}
+    if config.scores_each_batch:
+        forwards["policy"] = roles["policy"].forward(data)
+    unrouted = without_routing(data)
+    for role, client in roles.items():
+        if role in _SCORE_BATCHES:
+            request = teacher_request(config.distill) if role == "teacher" else {}
+            forwards[role] = client.forward(unrouted, **request)
+    outputs = dict(zip(forwards, await asyncio.gather(*forwards.values())))
     if "policy" in outputs:
         data = with_inputs(data, old_logprobs=outputs["policy"].policy_logprobs)
     for role in outputs.keys() & {"reference", "teacher"}:
@@ -63,7 +63,7 @@ async def with_roles(
 
 
 async def with_old_logprobs(
-    data: list[Datum], policy: TrainingClient, line: StepMetrics, *, entropy: bool
+    data: list[Datum], policy: TrainingClient, metrics: StepMetrics, *, entropy: bool
 ) -> list[Datum]:
     """The data with `old_logprobs`: the policy's log-probabilities now, the denominator of the loss's ratios. With
     `entropy` also `old_entropy`, the entropy of its distribution at each token.
@@ -73,20 +73,20 @@ async def with_old_logprobs(
     """
     start = time.perf_counter()
     output = await policy.forward(data, entropy=entropy)
-    line.mean("time/score_s", time.perf_counter() - start)
+    metrics.add("time/score_s", time.perf_counter() - start)
     columns = {"old_logprobs": output.policy_logprobs}
     if entropy:
         columns["old_entropy"] = output.entropy
     if "old_logprobs" in data[0].loss_inputs:
-        of_batch = [datum.loss_inputs["old_logprobs"] for datum in data]
-        columns["batch_logprobs"] = output.policy_logprobs if line.num_steps == 0 else of_batch
+        earlier_logprobs = [datum.loss_inputs["old_logprobs"] for datum in data]
+        columns["batch_logprobs"] = output.policy_logprobs if metrics.num_steps == 0 else earlier_logprobs
     return with_inputs(data, **columns)
 
 
 def critic_step(
-    data: list[Datum], critic: TrainingClient, config: AlgorithmConfig, params: OptimParams, line: StepMetrics
+    data: list[Datum], critic: TrainingClient, config: AlgorithmConfig, params: OptimParams, metrics: StepMetrics
 ) -> Awaitable[RoleStep]:
-    """Submits an optimizer step of the critic. The awaitable adds the critic's metrics to `line`, and returns the
+    """Submits an optimizer step of the critic. The awaitable adds the critic's metrics to `metrics`, and returns the
     step."""
     forward_backward = critic.forward_backward(
         without_inputs(without_routing(data), "soft_tokens", "soft_shares", "teacher_hidden"),
@@ -97,10 +97,10 @@ def critic_step(
 
     async def gather() -> RoleStep:
         output, optim = await forward_backward, await optim_step
-        line.add(output)
-        line.mean("critic/loss", output.loss)
-        line.mean("critic/grad_norm", optim.grad_norm)
-        line.mean("critic/skipped", optim.skipped)
+        metrics.add_step(output)
+        metrics.add("critic/loss", output.loss)
+        metrics.add("critic/grad_norm", optim.grad_norm)
+        metrics.add("critic/skipped", optim.skipped)
         return RoleStep(optim, output.loss)
 
     return gather()

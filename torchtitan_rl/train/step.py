@@ -20,12 +20,12 @@ from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.record.tracing import span
 from torchtitan_rl.train import role_scores
-from torchtitan_rl.train.lines import StepMetrics
 from torchtitan_rl.train.role_step import RoleStep
+from torchtitan_rl.train.step_metrics import StepMetrics
 from torchtitan_rl.types import Datum, OptimParams, RolloutGroup
 from torchtitan_rl.types.run_state import RunState
 
-__all__ = ["StepOutput", "count_bad", "lr_factor", "optim_params", "take_step", "timed", "training_data"]
+__all__ = ["StepOutput", "count_bad", "lr_factor", "optim_params", "take_step", "training_data", "with_seconds_since"]
 
 
 async def training_data(
@@ -53,17 +53,17 @@ class StepOutput:
 
 
 async def take_step(
-    minibatch: list[Datum], roles: dict[str, TrainingClient], config: RunConfig, step: int, line: StepMetrics
+    minibatch: list[Datum], roles: dict[str, TrainingClient], config: RunConfig, step: int, metrics: StepMetrics
 ) -> StepOutput:
-    """Optimizer step number `step` (from 0) of every role that trains; adds metrics to `line`."""
+    """Optimizer step number `step` (from 0) of every role that trains; adds to `metrics`."""
     policy, algorithm = roles["policy"], config.algorithm
     if algorithm.recompute_logprobs_per_minibatch:
         entropy = algorithm.minibatch_reads_entropy
-        minibatch = await role_scores.with_old_logprobs(minibatch, policy, line, entropy=entropy)
-    critic_steps: list[Awaitable[RoleStep]] = []
+        minibatch = await role_scores.with_old_logprobs(minibatch, policy, metrics, entropy=entropy)
+    other_steps: dict[str, Awaitable[RoleStep]] = {}
     if "critic" in roles:  # submitted before the policy's step: the two may take turns on shared devices
         params = optim_params(config, "critic", step)
-        critic_steps.append(role_scores.critic_step(minibatch, roles["critic"], algorithm, params, line))
+        other_steps["critic"] = role_scores.critic_step(minibatch, roles["critic"], algorithm, params, metrics)
     if algorithm.correction_denominator == "kept":
         minibatch = with_kept_weights(minibatch, algorithm)
     if algorithm.minibatch_fn is not None:
@@ -75,14 +75,14 @@ async def take_step(
         objective = policy_objective(algorithm, minibatch[0].loss_inputs)
     forward_backward = policy.forward_backward(minibatch, objective)
     optim_step = policy.optim_step(optim_params(config, "policy", step))
-    (output, forward_backward_s), (optim, step_s), *critic = await asyncio.gather(
-        timed(forward_backward, start), timed(optim_step, start), *critic_steps
+    (output, forward_backward_s), (optim, both_s), *taken = await asyncio.gather(
+        with_seconds_since(start, forward_backward), with_seconds_since(start, optim_step), *other_steps.values()
     )
-    line.add(output, optim)
-    line.mean("time/forward_backward_s", forward_backward_s)
+    metrics.add_step(output, optim)
+    metrics.add("time/forward_backward_s", forward_backward_s)
     # The answer with all log-probabilities takes longer to arrive than the optimizer's, which may overtake it.
-    line.mean("time/optim_s", max(0.0, step_s - forward_backward_s))
-    steps = {"policy": RoleStep(optim, output.loss)} | dict(zip(["critic"], critic))
+    metrics.add("time/optim_s", max(0.0, both_s - forward_backward_s))
+    steps = {"policy": RoleStep(optim, output.loss)} | dict(zip(other_steps, taken, strict=True))
     return StepOutput(steps=steps, policy_logprobs=output.policy_logprobs)
 
 
@@ -93,7 +93,7 @@ def optim_params(config: RunConfig, role: str, step: int) -> OptimParams:
     return OptimParams(lr=trainer.optimizer.lr * factor, betas=trainer.optimizer.betas)
 
 
-async def timed(awaitable: Awaitable, start: float):
+async def with_seconds_since(start: float, awaitable: Awaitable):
     """(result, seconds since `start`)."""
     result = await awaitable
     return result, time.perf_counter() - start

@@ -12,7 +12,7 @@ from torchtitan_rl.record.recorder import Metrics, Recorder
 from torchtitan_rl.rollout.player import Rollouts
 from torchtitan_rl.tasks.family import TaskFamily, source_of
 from torchtitan_rl.train.role_step import RoleStep
-from torchtitan_rl.train.step import count_bad, lr_factor, timed
+from torchtitan_rl.train.step import count_bad, lr_factor, with_seconds_since
 from torchtitan_rl.train.trainer_speed import TrainerSpeed
 from torchtitan_rl.types import Datum, OptimParams
 from torchtitan_rl.types.run_state import RunState
@@ -51,8 +51,8 @@ async def supervise(
                 lr = supervised.lr * lr_factor(supervised.schedule, step, supervised.num_steps)
                 forward_backward = trainer.forward_backward(data, cross_entropy, temperature=1.0)
                 optim_step = trainer.optim_step(OptimParams(lr=lr, betas=supervised.betas))
-                output, forward_backward_s = await timed(forward_backward, span.began)
-                optim, step_s = await timed(optim_step, span.began)
+                output, forward_backward_s = await with_seconds_since(span.began, forward_backward)
+                optim, step_s = await with_seconds_since(span.began, optim_step)
             state.phase_step, state.supervised_source = step + 1, source.state_dict()
             steps = {"policy": RoleStep(optim, output.loss)}
             if bad := count_bad(state, steps):

@@ -1,6 +1,15 @@
 """The data that flows through a run, from a task to an optimizer step, under one name."""
 
-from torchtitan_rl.types.calls import Accumulated, ForwardBackwardOutput, Microbatch, OptimParams, OptimStepOutput
+from torchtitan_rl.types.calls import (
+    ForwardBackwardOutput,
+    Microbatch,
+    OptimParams,
+    OptimStepOutput,
+    RankOutput,
+    add_sum,
+    mean_metrics,
+    num_trained,
+)
 from torchtitan_rl.types.completions import NEUTRAL, WITHOUT_ADAPTERS, Request, SamplingParams, Scores
 from torchtitan_rl.types.data import Completion, Datum, LossFunction, LossInputs, Rollout, RolloutGroup, Task, Turn
 from torchtitan_rl.types.reward_bounds import A_REWARD, MAX_REWARD, is_float32, is_reward
@@ -26,8 +35,11 @@ __all__ = [
     "LossInputs",
     "LossFunction",
     "Microbatch",
-    "Accumulated",
+    "RankOutput",
     "OptimParams",
     "ForwardBackwardOutput",
     "OptimStepOutput",
+    "add_sum",
+    "mean_metrics",
+    "num_trained",
 ]

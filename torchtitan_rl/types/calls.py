@@ -6,10 +6,20 @@ from dataclasses import dataclass, field
 
 import torch
 
+from torchtitan_rl.types.data import Datum
 from torchtitan_rl.types.routing import Routing
 from torchtitan_rl.types.turns import Turns
 
-__all__ = ["Microbatch", "Accumulated", "OptimParams", "ForwardBackwardOutput", "OptimStepOutput"]
+__all__ = [
+    "ForwardBackwardOutput",
+    "Microbatch",
+    "OptimParams",
+    "OptimStepOutput",
+    "RankOutput",
+    "add_sum",
+    "mean_metrics",
+    "num_trained",
+]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -26,15 +36,15 @@ class Microbatch:
     turns: list[Turns | None] = field(default_factory=list)
     """Where the turns of each datum are; see `Datum.turns`."""
     shared: list[int] | None = None
-    """Of each datum, how many of its first tokens the last datum before it with 0 here begins with too, with the same
-    targets: they are computed there alone. None: every datum is computed whole."""
+    """Per datum, the number of leading tokens, and targets, that it shares with the nearest earlier datum whose number
+    is 0. They are computed there, once. None: nothing is shared."""
     routing: Routing | None = None
     """The generator's experts of each token; see `Datum.routing`."""
 
 
 @dataclass(kw_only=True, slots=True)
-class Accumulated:
-    """One rank's share of a `forward_backward` call."""
+class RankOutput:
+    """One rank's share of a `forward_backward` or `forward` call."""
 
     rows: dict[str, list[torch.Tensor]]
     """By the output's name (`policy_logprobs`, a critic's `predicted_values`, `top_tokens`, ...): one tensor per datum,
@@ -44,6 +54,22 @@ class Accumulated:
     """Metric sums over tokens; names ending in `_max` are maxima."""
     interval: tuple[float, float] = (0.0, 0.0)
     """Start and end on this rank, in seconds since the epoch."""
+
+
+def add_sum(sums: dict[str, float], name: str, value: float) -> None:
+    """Adds the metric of a further microbatch or rank; of a name that ends in `_max` the larger number stays."""
+    sums[name] = max(sums.get(name, value), value) if name.endswith("_max") else sums.get(name, 0.0) + value
+
+
+def mean_metrics(sums: dict[str, float], num_tokens: int) -> dict[str, float]:
+    """The metrics of a call: sums divided by the number of tokens that train; names that end in `_max` as they are."""
+    return {name: value if name.endswith("_max") else value / max(1, num_tokens) for name, value in sums.items()}
+
+
+def num_trained(data: list[Datum]) -> int:
+    """Targets with a loss mask above 0; of a datum without a mask, all."""
+    masks = [datum.loss_inputs.get("loss_mask") for datum in data]
+    return sum(len(datum) if mask is None else int((mask > 0).sum()) for datum, mask in zip(data, masks))
 
 
 @dataclass(kw_only=True, slots=True)

@@ -28,7 +28,7 @@ from torchtitan_rl.algorithm.advantages import (
 )
 from torchtitan_rl.algorithm.filters import filtered
 from torchtitan_rl.config.algorithm import AlgorithmConfig, FilterConfig
-from torchtitan_rl.train import lines
+from torchtitan_rl.train import step_metrics
 from torchtitan_rl.types import Rollout, RolloutGroup, Task
 
 
@@ -76,7 +76,7 @@ def test_rewards_that_differ_by_rounding_are_equal_to_estimators_filter_and_metr
     group = RolloutGroup(id="0/0", rollouts=attempts(0, NOISE))
     kept, left_out = filtered([group], AlgorithmConfig(filters=FilterConfig(zero_variance=True)), max_tokens=8)
     assert kept == [] and [each.left_out for each in left_out] == ["zero_variance"]
-    assert lines.of_batch([group], {})["reward/zero_std_frac"] == 1.0
+    assert step_metrics.batch_metrics([group], {})["reward/zero_std_frac"] == 1.0
 
 
 @pytest.mark.parametrize("scale", [1e-9, 1.0, -1e9])
@@ -126,7 +126,7 @@ def test_equal_rewards_teach_nothing_where_their_mean_is_rounded(group_size):
         assert advantages(grpo, *rewards) == [0.0] * group_size, percent
 
 
-def of_batch(estimator, *groups, roles=None):
+def estimated(estimator, *groups, roles=None):
     """Advantages of groups of rewards, through the function that training uses; `roles` by group."""
     task, roles = Task(id="t", prompt=""), roles or {}
     groups = [
@@ -156,7 +156,7 @@ def test_reinforce_is_the_reward():
 def test_the_batchs_standard_deviation_divides_every_group_alike():
     # Centred: -1, 1 and -2, 2; squares 1, 1, 4, 4 with mean 2.5.
     root = math.sqrt(2.5)
-    first, second = of_batch(reinforce_pp_baseline, [0.0, 2.0], [5.0, 9.0])
+    first, second = estimated(reinforce_pp_baseline, [0.0, 2.0], [5.0, 9.0])
     assert first == pytest.approx([-1 / root, 1 / root]) and second == pytest.approx([-2 / root, 2 / root])
 
 
@@ -232,28 +232,28 @@ OF_SUBSETS = functools.partial(pass_at_k, k=2, correct=0.0)
 
 @pytest.mark.parametrize("estimator", [*BASELINED, OF_SUBSETS])
 def test_a_group_of_one_and_equal_rewards_teach_nothing(estimator):
-    assert of_batch(estimator, [0.7], [-3.0]) == [[0.0], [0.0]]
-    for row in of_batch(estimator, [0.5, 0.5, 0.5], [2.0, 2.0]):
+    assert estimated(estimator, [0.7], [-3.0]) == [[0.0], [0.0]]
+    for row in estimated(estimator, [0.5, 0.5, 0.5], [2.0, 2.0]):
         assert row == [0.0] * len(row)
 
 
 @pytest.mark.parametrize("estimator", BASELINED)
 def test_rewards_too_close_to_have_a_standard_deviation_stay_finite(estimator):
-    for row in of_batch(estimator, [0.0, 1e-200, 0.0]):
+    for row in estimated(estimator, [0.0, 1e-200, 0.0]):
         assert max(map(abs, row)) < 2
 
 
 @pytest.mark.parametrize("estimator", [*BASELINED, reinforce])
 def test_a_reward_that_is_not_a_number_is_refused(estimator):
     with pytest.raises(ValueError, match="return one finite number per rollout, as a tensor or a list"):
-        of_batch(estimator, [0.0, math.nan], [0.0, 1.0])
+        estimated(estimator, [0.0, math.nan], [0.0, 1.0])
 
 
 @pytest.mark.parametrize("estimator", [lambda rewards_G: rewards_G * 1e39, lambda rewards_G: [1e39, -3.5e38]])
 def test_an_advantage_that_overflows_float32_is_refused_before_a_datum_holds_it(estimator):
     with pytest.raises(ValueError, match="as a tensor or a list; these overflow float32$"):
-        of_batch(estimator, [1.0, 0.5])
-    assert of_batch(lambda rewards_G: rewards_G * 3e38, [1.0, -1.0]) == [[3e38, -3e38]]
+        estimated(estimator, [1.0, 0.5])
+    assert estimated(lambda rewards_G: rewards_G * 3e38, [1.0, -1.0]) == [[3e38, -3e38]]
 
 
 rewards = st.lists(st.floats(-10, 10).map(lambda x: round(x, 3)), min_size=1, max_size=8)
@@ -272,12 +272,12 @@ def test_estimators_equal_their_formulas(groups):
         (reinforce, reference.reinforce),
         (functools.partial(grpo, std="none"), lambda rewards: reference.grpo(rewards, "none")),
     ):
-        for given_, group in zip(of_batch(estimator, *groups), groups, strict=True):
+        for given_, group in zip(estimated(estimator, *groups), groups, strict=True):
             assert given_ == pytest.approx(formula(group), rel=1e-10, abs=1e-10 * size)
     for kind in ("population", "unbiased"):
-        for given_, group in zip(of_batch(functools.partial(grpo, std=kind), *groups), groups, strict=True):
+        for given_, group in zip(estimated(functools.partial(grpo, std=kind), *groups), groups, strict=True):
             assert given_ == pytest.approx(reference.grpo(group, kind), rel=1e-10, abs=1e-10)
-    for given_, expected in zip(of_batch(reinforce_pp_baseline, *groups), reference.reinforce_pp_baseline(groups)):
+    for given_, expected in zip(estimated(reinforce_pp_baseline, *groups), reference.reinforce_pp_baseline(groups)):
         assert given_ == pytest.approx(expected, rel=1e-10, abs=1e-10)
 
 
@@ -285,12 +285,12 @@ def test_estimators_equal_their_formulas(groups):
 @settings(deadline=None, derandomize=True, max_examples=40)
 @given(groups=st.lists(rewards, min_size=1, max_size=4), random=st.randoms(use_true_random=False))
 def test_the_order_of_rollouts_and_groups_changes_no_advantage(estimator, groups, random):
-    before = of_batch(estimator, *groups)
+    before = estimated(estimator, *groups)
     orders = [random.sample(range(len(group)), len(group)) for group in groups]
-    shuffled = of_batch(estimator, *([group[i] for i in order] for group, order in zip(groups, orders, strict=True)))
+    shuffled = estimated(estimator, *([group[i] for i in order] for group, order in zip(groups, orders, strict=True)))
     for row, order, was in zip(shuffled, orders, before, strict=True):
         assert row == pytest.approx([was[i] for i in order], rel=1e-9, abs=1e-12)
-    for row, was in zip(of_batch(estimator, *reversed(groups)), reversed(before), strict=True):
+    for row, was in zip(estimated(estimator, *reversed(groups)), reversed(before), strict=True):
         assert row == pytest.approx(was, rel=1e-9, abs=1e-12)
 
 
@@ -301,13 +301,13 @@ def test_the_order_of_rollouts_and_groups_changes_no_advantage(estimator, groups
 )
 def test_a_constant_added_to_a_groups_rewards_changes_no_centred_advantage(estimator, groups, constants):
     moved = [[reward + c for reward in group] for group, c in zip(groups, constants)]
-    for row, was in zip(of_batch(estimator, *moved), of_batch(estimator, *groups), strict=True):
+    for row, was in zip(estimated(estimator, *moved), estimated(estimator, *groups), strict=True):
         assert row == pytest.approx(was, rel=1e-9, abs=1e-9)
 
 
 def test_each_role_has_its_estimator():
     config = {"solver": grpo, "judge": reinforce}
-    assert of_batch(config, [0.0, 1.0], [2.0, 3.0], roles={0: "solver", 1: "judge"}) == [[-1.0, 1.0], [2.0, 3.0]]
+    assert estimated(config, [0.0, 1.0], [2.0, 3.0], roles={0: "solver", 1: "judge"}) == [[-1.0, 1.0], [2.0, 3.0]]
     with pytest.raises(ValueError, match="no estimator for role 'solvr', only for solver, judge; did you mean 'solv"):
         estimator_for(AlgorithmConfig(advantage_fn=config), "solvr")
     assert estimator_for(AlgorithmConfig(advantage_fn=rloo), "anything") is rloo
@@ -315,8 +315,8 @@ def test_each_role_has_its_estimator():
 
 def test_a_batch_estimator_sees_the_groups_of_its_role_only():
     config = {"solver": reinforce_pp_baseline, "judge": reinforce}
-    alone = of_batch(reinforce_pp_baseline, [0.0, 2.0], [5.0, 9.0])
-    mixed = of_batch(config, [0.0, 2.0], [100.0, 0.0], [5.0, 9.0], roles={0: "solver", 1: "judge", 2: "solver"})
+    alone = estimated(reinforce_pp_baseline, [0.0, 2.0], [5.0, 9.0])
+    mixed = estimated(config, [0.0, 2.0], [100.0, 0.0], [5.0, 9.0], roles={0: "solver", 1: "judge", 2: "solver"})
     assert mixed == [alone[0], [100.0, 0.0], alone[1]]
 
 
@@ -325,14 +325,14 @@ def test_a_batch_estimator_of_the_users_own_with_arguments():
     def above_the_batch(rewards, *, scale):
         return [scale * (rewards_G - torch.cat(rewards).mean()) for rewards_G in rewards]
 
-    assert of_batch(functools.partial(above_the_batch, scale=2.0), [0.0, 1.0], [5.0]) == [[-4.0, -2.0], [6.0]]
+    assert estimated(functools.partial(above_the_batch, scale=2.0), [0.0, 1.0], [5.0]) == [[-4.0, -2.0], [6.0]]
 
     @batch_estimator
     def forgetful(rewards):
         return rewards[:1]
 
     with pytest.raises(ValueError, match="=forgetful: gave 1 tensors for 2 groups; return one per group, in order"):
-        of_batch(forgetful, [0.0, 1.0], [5.0])
+        estimated(forgetful, [0.0, 1.0], [5.0])
 
 
 def test_the_documents_example_of_an_estimator_of_ones_own():
@@ -341,5 +341,5 @@ def test_the_documents_example_of_an_estimator_of_ones_own():
     scope = {}
     exec(code, scope)
     # One success of four: mean 1/4, so 3 for it and -1 for the others. No success, or only successes: nothing.
-    given_ = of_batch(scope["maxrl"], [0.0, 1.0, 0.0, 0.0], [0.0, 0.0], [1.0, 1.0])
+    given_ = estimated(scope["maxrl"], [0.0, 1.0, 0.0, 0.0], [0.0, 0.0], [1.0, 1.0])
     assert given_ == [[-1.0, 3.0, -1.0, -1.0], [0.0, 0.0], [0.0, 0.0]]

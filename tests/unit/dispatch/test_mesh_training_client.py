@@ -9,7 +9,7 @@ from tests.kit.mesh import Mesh
 from torchtitan_rl.algorithm.losses import cross_entropy
 from torchtitan_rl.dispatch.mesh_training_client import MeshTrainingClient, _agreed, _merge
 from torchtitan_rl.dispatch.microbatches import plan_microbatches
-from torchtitan_rl.types import Accumulated, Datum, OptimStepOutput
+from torchtitan_rl.types import Datum, OptimStepOutput, RankOutput
 from torchtitan_rl.weights.finite import NotFinite, WeightsNotFinite
 
 
@@ -29,10 +29,10 @@ def test_outputs_come_back_in_input_order_and_sums_become_means():
     zero, one, two, of_filler = (torch.full((n,), -float(n)) for n in (2, 1, 3, 9))
     merged = _merge(
         [
-            Accumulated(
+            RankOutput(
                 rows=logprobs(two, zero), loss=0.5, sums={"policy/entropy": 6.0, "mismatch/logprob_diff_max": 0.25}
             ),
-            Accumulated(
+            RankOutput(
                 rows=logprobs(one, of_filler),
                 loss=0.25,
                 sums={"policy/entropy": 2.0, "mismatch/logprob_diff_max": 0.75},
@@ -50,14 +50,14 @@ def test_outputs_come_back_in_input_order_and_sums_become_means():
 
 def test_a_fillers_output_is_dropped_wherever_it_stands():
     of_filler, zero, one = torch.tensor([-9.0]), torch.tensor([-1.0]), torch.tensor([-2.0])
-    answer = Accumulated(rows=logprobs(of_filler, one, of_filler, zero), loss=0.0, sums={})
+    answer = RankOutput(rows=logprobs(of_filler, one, of_filler, zero), loss=0.0, sums={})
     merged = _merge([answer], [[[], [1], [], [0]]], [datum(1), datum(1)], who="policy.forward")
     assert merged.policy_logprobs == [zero, one]
 
 
 def test_a_maximum_below_zero_is_not_lifted_to_zero():
     merged = _merge(
-        [Accumulated(rows=logprobs(torch.zeros(1)), loss=0.0, sums={"x_max": value}) for value in (-3.0, -2.0)],
+        [RankOutput(rows=logprobs(torch.zeros(1)), loss=0.0, sums={"x_max": value}) for value in (-3.0, -2.0)],
         [[[0]], [[1]]],
         [datum(1), datum(1)],
         who="policy.forward",
@@ -66,14 +66,14 @@ def test_a_maximum_below_zero_is_not_lifted_to_zero():
 
 
 def test_data_without_a_loss_mask_count_every_token():
-    answer = Accumulated(rows=logprobs(torch.zeros(3)), loss=0.0, sums={"x": 6.0})
+    answer = RankOutput(rows=logprobs(torch.zeros(3)), loss=0.0, sums={"x": 6.0})
     merged = _merge([answer], [[[0]]], [datum(3)], who="policy.forward")
     assert merged.num_tokens == 3 and merged.metrics == {"x": 2.0}
 
 
 def test_a_metric_over_no_trained_token_is_zero_not_an_error():
     data = [datum(2, [0.0, 0.0])]
-    answer = Accumulated(rows=logprobs(torch.zeros(2)), loss=0.0, sums={"x": 0.0})
+    answer = RankOutput(rows=logprobs(torch.zeros(2)), loss=0.0, sums={"x": 0.0})
     merged = _merge([answer], [[[0]]], data, who="policy.forward")
     assert merged.num_tokens == 0 and merged.metrics == {"x": 0.0}
 
@@ -85,12 +85,12 @@ def test_every_kind_of_output_comes_back_in_input_order():
     data = [datum(2), datum(1), datum(3)]
     merged = _merge(
         [
-            Accumulated(
+            RankOutput(
                 rows=logprobs(torch.zeros(3), torch.zeros(2)) | rows("top_tokens", 3, 2) | rows("hidden", 3, 2),
                 loss=0.0,
                 sums={},
             ),
-            Accumulated(
+            RankOutput(
                 rows=logprobs(torch.zeros(1), torch.zeros(9)) | rows("top_tokens", 1, 9) | rows("hidden", 1, 9),
                 loss=0.0,
                 sums={},
@@ -115,7 +115,7 @@ def test_order_survives_any_plan(lengths, num_ranks, max_tokens):
     """Every datum's output is tagged with its index and put where the plan says."""
     plan = plan_microbatches(lengths, num_ranks, max_tokens)
     answers = [
-        Accumulated(
+        RankOutput(
             loss=0.0,
             sums={"x": float(sum(len(members) for members in microbatches))},
             rows=logprobs(
@@ -180,7 +180,7 @@ def test_ranks_may_round_the_norm_differently_and_nothing_else():
 def test_a_rank_that_answers_with_too_few_rows_is_named():
     with pytest.raises(RuntimeError, match="policy.forward: data-parallel rank 1 answered with 0 rows for 1"):
         _merge(
-            [Accumulated(rows=logprobs(*rows), loss=0.0, sums={}) for rows in ([torch.zeros(1)], [])],
+            [RankOutput(rows=logprobs(*rows), loss=0.0, sums={}) for rows in ([torch.zeros(1)], [])],
             [[[0]], [[1]]],
             [datum(1), datum(1)],
             who="policy.forward",

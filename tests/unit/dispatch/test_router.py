@@ -141,7 +141,7 @@ def test_memory_is_bounded_and_forgets_the_oldest_first(monkeypatch):
     router = router_of(2)
     assert route(router, [[1], [2]]) == [0, 1]
     assert route(router, [[1], [3], [4]]) == [0, 1, 0]  # 1 was used again, so 2 went, and then 1
-    assert len(router._homes) == 2 and sum(router._endings.values()) == 2
+    assert len(router._homes) == 2 and sum(router._keys_per_hash.values()) == 2
     router.loads = [9, 0]
     assert route(router, [[1]]) == [1]
 

@@ -12,7 +12,7 @@ from torchtitan_rl.dispatch.mesh_training_client import MeshTrainingClient
 from torchtitan_rl.dispatch.microbatches import plan_microbatches
 from torchtitan_rl.dispatch.shared_plan import PrefixCost, plan_siblings, prefix_cost
 from torchtitan_rl.families import Qwen3Shape
-from torchtitan_rl.types import Accumulated, Datum
+from torchtitan_rl.types import Datum, RankOutput
 
 FREE = PrefixCost(pair=0.0, group=0.0)
 SHAPE = Qwen3Shape(vocab_size=64, dim=256, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=64, hidden_dim=768)
@@ -192,7 +192,7 @@ class Answering(Mesh):
 
         async def answers():
             return [
-                Accumulated(
+                RankOutput(
                     rows={"policy_logprobs": [torch.zeros(n) for batch in of_rank for n in batch.lengths]},
                     loss=0.0,
                     sums={},

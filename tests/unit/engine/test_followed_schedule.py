@@ -27,7 +27,7 @@ def add(*seeds):
 
 def admitted(received):
     command, futures = received
-    assert command.kind == "add" and command.more and len(futures) == len(command.argument)
+    assert command.kind == "add" and command.holds_step and len(futures) == len(command.argument)
     return [int(name) for name, _ in command.argument]
 
 
@@ -45,14 +45,14 @@ def test_commands_that_come_early_and_in_another_order_wait_until_they_are_due(f
     followed.receive(*add(4, 3, 2))
     assert followed.next(0, 0, has_work=False) is None and followed.awaited() == "the load of version 1"
     followed.receive(Command("load", 1), [loads])
-    assert followed.next(0, 0, has_work=False) == (Command("load", 1, more=True), [loads])
+    assert followed.next(0, 0, has_work=False) == (Command("load", 1, holds_step=True), [loads])
     assert followed.next(0, 0, has_work=False) is None and followed.awaited() == "1 of 2 requests"
     followed.receive(*add(1))
     assert admitted(followed.next(0, 0, has_work=False)) == [1, 2]
     assert followed.next(0, 2, has_work=True) == followed.next(1, 2, has_work=True) == STEP
     assert admitted(followed.next(2, 2, has_work=True)) == [3]
     assert followed.next(2, 3, has_work=True) == STEP
-    assert followed.next(3, 1, has_work=True) == (Command("load", 2, more=True), [second])
+    assert followed.next(3, 1, has_work=True) == (Command("load", 2, holds_step=True), [second])
     assert admitted(followed.next(3, 1, has_work=True)) == [4] and not followed.is_over
     assert followed.next(4, 2, has_work=True) == STEP
     assert admitted(followed.next(5, 0, has_work=False)) == [] and followed.is_over
@@ -69,7 +69,7 @@ def test_adapters_go_into_the_slot_of_the_record_and_requests_have_its_versions(
     followed.receive(Command("load_adapters", (5, 70)), [loaded])
     followed.receive(Command("load_adapters", (6, 71)), [later])
     assert followed.next(0, 0, has_work=False) == (Command("load_adapters", (6, 71)), [later]), "the record has it not"
-    assert followed.next(0, 0, has_work=False) == (Command("load_adapters", (5, 1), more=True), [loaded])
+    assert followed.next(0, 0, has_work=False) == (Command("load_adapters", (5, 1), holds_step=True), [loaded])
     command, _ = received = followed.next(0, 0, has_work=False)
     assert admitted(received) == [1, 2] and [one.adapter for _, one in command.argument] == [5, 4]
 
@@ -80,7 +80,7 @@ def test_adapters_that_the_record_had_later_are_loaded_where_it_is_followed_no_f
     followed = FollowedSchedule([load])
     followed.receive(Command("load_adapters", (5, 70)), [waits := Future()])
     assert admitted(followed.part("a test")) == []
-    assert followed.next(0, 0, has_work=False) == (Command("load_adapters", (5, 70), more=True), [waits])
+    assert followed.next(0, 0, has_work=False) == (Command("load_adapters", (5, 70), holds_step=True), [waits])
 
 
 def test_requests_that_the_record_does_not_have_wait_for_its_end():
@@ -108,11 +108,11 @@ def test_a_load_that_came_after_the_engine_was_killed_waits_for_the_requests_tha
         followed.receive(Command("load", version), [future])
     followed.receive(*add(1))
     assert followed.next(0, 0, has_work=False) == (Command("load", 2), [before])  # before the record's first
-    assert followed.next(0, 0, has_work=False) == (Command("load", 3, more=True), [first])
+    assert followed.next(0, 0, has_work=False) == (Command("load", 3, holds_step=True), [first])
     assert admitted(followed.next(0, 0, has_work=False)) == [1]
     assert followed.next(0, 1, has_work=True) == followed.next(5, 1, has_work=True) == STEP
     assert admitted(followed.next(9, 0, has_work=False)) == [] and not followed.is_over
-    assert followed.next(9, 0, has_work=False) == (Command("load", 4, more=True), [later]) and followed.is_over
+    assert followed.next(9, 0, has_work=False) == (Command("load", 4, holds_step=True), [later]) and followed.is_over
 
 
 def test_a_company_joins_after_the_first_load_and_before_all_else():
@@ -121,8 +121,8 @@ def test_a_company_joins_after_the_first_load_and_before_all_else():
     followed.receive(*add(2, 1))
     assert followed.next(0, 0, has_work=False) is None
     followed.receive(Command("load", 4), [load])
-    assert followed.next(0, 0, has_work=False) == (Command("load", 4, more=True), [load])
-    assert followed.next(0, 0, has_work=False) == (Command("company", company, more=True), [])
+    assert followed.next(0, 0, has_work=False) == (Command("load", 4, holds_step=True), [load])
+    assert followed.next(0, 0, has_work=False) == (Command("company", company, holds_step=True), [])
     assert admitted(followed.next(0, 2, has_work=True)) == [1]
     assert followed.next(0, 3, has_work=True) == STEP
     assert admitted(followed.next(3, 1, has_work=True)) == [2]

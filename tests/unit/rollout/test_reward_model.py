@@ -15,7 +15,7 @@ from torchtitan_rl.config.run import RewardModelConfig
 from torchtitan_rl.rollout.draws import Draw
 from torchtitan_rl.rollout.player import Rollouts
 from torchtitan_rl.rollout.reward_model import RewardModel, sequence_of
-from torchtitan_rl.train.lines import of_batch
+from torchtitan_rl.train.step_metrics import batch_metrics
 from torchtitan_rl.types import Task
 
 
@@ -103,11 +103,13 @@ def test_the_line_of_a_batch_says_how_scores_go_with_the_tasks_rewards():
         for i, (score, reward) in enumerate([(1.0, 0.0), (2.0, 1.0), (3.0, 0.0), (6.0, 1.0)])
     ]
     scored[1].seconds["reward_model"] = 0.5
-    line = of_batch([group(*scored)], {})
+    line = batch_metrics([group(*scored)], {})
     assert line["reward_model/score_mean"] == 3.0 and line["reward_model/score_std"] == math.sqrt(14 / 4)
     assert line["reward_model/task_correlation"] == pytest.approx(0.5 / (math.sqrt(3.5) * 0.5))
     assert line["time/reward_model_s"] == 0.5 and line["reward/part_task_reward_mean"] == 0.5
     for each in scored:
         each.reward_parts["task_reward"] = 1.0
-    assert "reward_model/task_correlation" not in of_batch([group(*scored)], {})
-    assert not any(name.startswith("reward_model/") for name in of_batch([group(rollout("0", turn([1], [2])))], {}))
+    assert "reward_model/task_correlation" not in batch_metrics([group(*scored)], {})
+    assert not any(
+        name.startswith("reward_model/") for name in batch_metrics([group(rollout("0", turn([1], [2])))], {})
+    )

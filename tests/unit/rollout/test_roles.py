@@ -15,7 +15,7 @@ from torchtitan_rl.config.run import ControllerConfig, EvalSetConfig
 from torchtitan_rl.rollout.demonstrate import demonstrate
 from torchtitan_rl.rollout.group import run_group
 from torchtitan_rl.rollout.self_distill import self_distill
-from torchtitan_rl.train import lines
+from torchtitan_rl.train import step_metrics
 from torchtitan_rl.train.evaluation import evaluate
 from torchtitan_rl.types import Rollout, RolloutGroup, Task
 
@@ -51,7 +51,7 @@ async def test_each_role_is_compared_with_its_own_kind_and_has_its_estimator(exa
     data = to_datums(groups, example)
     assert [group.advantages for group in groups] == [[1.0, -1.0], [1.0, -1.0]]
     assert len(data) == 4 and {datum.group for datum in data} == {0, 1}
-    line = lines.of_batch(groups, {"generator-0": "healthy"})
+    line = step_metrics.batch_metrics(groups, {"generator-0": "healthy"})
     assert (line["reward/solver_mean"], line["reward/judge_mean"]) == (0.5, 0.5)
 
 

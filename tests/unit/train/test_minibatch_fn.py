@@ -47,7 +47,7 @@ class Line:
     def add(self, *outputs):
         pass
 
-    def mean(self, name, value):
+    def add(self, name, value):
         pass
 
 

@@ -6,7 +6,7 @@ from tests.integration.conftest import ROOT
 from torchtitan_rl.config.load import load_config
 from torchtitan_rl.config.meshes import LoRAConfig
 from torchtitan_rl.model.flops import training_flops
-from torchtitan_rl.train.lines import StepMetrics
+from torchtitan_rl.train.step_metrics import StepMetrics
 from torchtitan_rl.train.trainer_speed import TrainerSpeed, peak_flops
 
 

@@ -21,7 +21,15 @@ from torchtitan_rl.dispatch.tinker import loss_terms
 from torchtitan_rl.dispatch.tinker.call_order import CallOrder, done
 from torchtitan_rl.dispatch.tinker.session import Samplers, answered, not_offered, sdk
 from torchtitan_rl.dispatch.training_client import TrainingClient
-from torchtitan_rl.types import Datum, ForwardBackwardOutput, LossFunction, OptimParams, OptimStepOutput
+from torchtitan_rl.types import (
+    Datum,
+    ForwardBackwardOutput,
+    LossFunction,
+    OptimParams,
+    OptimStepOutput,
+    mean_metrics,
+    num_trained,
+)
 from torchtitan_rl.weights import checkpoint
 
 __all__ = ["RECORD", "RemoteTrainingClient"]
@@ -378,14 +386,13 @@ def _scored(data: list[Datum]) -> loss_terms.ServiceLoss:
 def _output_of(
     data: list[Datum], rows: list[torch.Tensor], evaluated: loss_terms.Evaluated, began: float
 ) -> ForwardBackwardOutput:
-    masks = [datum.loss_inputs.get("loss_mask", torch.ones(len(datum))) for datum in data]
-    num_tokens = sum(int((mask_T > 0).sum()) for mask_T in masks)
+    num_tokens = num_trained(data)
     return ForwardBackwardOutput(
         policy_logprobs=rows,
         values=[],
         loss=evaluated.loss,
         num_tokens=num_tokens,
-        metrics={n: v if n.endswith("_max") else v / max(1, num_tokens) for n, v in evaluated.sums.items()},
+        metrics=mean_metrics(evaluated.sums, num_tokens),
         interval=(began, time.time()),
     )
 

@@ -1,4 +1,4 @@
-"""Lines of metrics: the optimizer steps of a batch in one line, statistics of a batch's rollouts.
+"""Metrics of a step: the optimizer steps of a batch in one line, statistics of a batch's rollouts.
 
 A new name also needs an entry in `torchtitan_rl/metrics.py` and a row in docs/metrics.md.
 """
@@ -15,7 +15,7 @@ from torchtitan_rl.train.trainer_speed import TrainerSpeed
 from torchtitan_rl.types import Rollout, RolloutGroup
 from torchtitan_rl.types.score_parts import SCORE, TASK_REWARD
 
-__all__ = ["StepMetrics", "of_batch", "of_times", "mean_std", "repeated_share"]
+__all__ = ["StepMetrics", "batch_metrics", "time_metrics", "mean_std", "repeated_share"]
 
 _TRAINING_TIMES = ("time/forward_backward_s", "time/optim_s")
 
@@ -34,39 +34,40 @@ class StepMetrics:
         """The policy's optimizer steps so far."""
         return self._steps
 
-    def mean(self, name: str, value: float, weight: float = 1.0) -> None:
-        """Adds a value to a weighted mean. Names that end in `_max` become maxima; names that begin with `time/` or
-        `tokens/`, or end in `/skipped`, become sums, which stay whole numbers where the values are."""
+    def add(self, name: str, value: float, weight: float = 1.0) -> None:
+        """Adds a value. `compute` makes of a name's values their weighted mean; the largest where the name ends in
+        `_max`; the sum where it begins with `time/` or `tokens/`, or ends in `/skipped`."""
         self._values.setdefault(name, []).append((value, weight))
 
-    def add(self, output, optim=None) -> None:
+    def add_step(self, output, optim=None) -> None:
         """Adds the outputs of `forward_backward` and, for the policy, of `optim_step`. `mismatch/*` count before the
-        policy's first step only: later steps follow training on other parts of the batch."""
-        first = self._steps == 0
+        policy's is_first step only: later steps follow training on other parts of the batch."""
+        is_first = self._steps == 0
         for name, value in output.metrics.items():
-            if first or not name.startswith("mismatch/"):
-                self.mean(name, value, max(1, output.num_tokens))
+            if is_first or not name.startswith("mismatch/"):
+                self.add(name, value, max(1, output.num_tokens))
         if optim is not None:
             self._steps += 1
             self._lengths += map(len, output.policy_logprobs)
-            self.mean("loss/mean", output.loss)
-            self.mean("optim/grad_norm", optim.grad_norm)
-            self.mean("optim/skipped", optim.skipped)
-            self.mean("tokens/trained", output.num_tokens)
+            self.add("loss/mean", output.loss)
+            self.add("optim/grad_norm", optim.grad_norm)
+            self.add("optim/skipped", optim.skipped)
+            self.add("tokens/trained", output.num_tokens)
             self._values["optim/lr"] = [(optim.lr, 1.0)]
 
-    def line(self) -> dict[str, float]:
-        line = {"policy/clip_frac": 0.0}  # for a loss that does not clip
+    def compute(self) -> dict[str, float]:
+        """The metrics of all steps so far. Sums of whole numbers are whole numbers."""
+        metrics = {"policy/clip_frac": 0.0}  # for a loss that does not clip
         for name, values in self._values.items():
             if name.endswith("_max"):
-                line[name] = max(value for value, _ in values)
+                metrics[name] = max(value for value, _ in values)
             elif name.startswith(("time/", "tokens/")) or name.endswith("/skipped"):
-                line[name] = sum(value for value, _ in values)
+                metrics[name] = sum(value for value, _ in values)
             elif len(values) == 1:
-                line[name] = values[0][0]
+                metrics[name] = values[0][0]
             else:
-                line[name] = sum(value * weight for value, weight in values) / sum(weight for _, weight in values)
-        return line | {"optim/num_steps": self._steps}
+                metrics[name] = sum(value * weight for value, weight in values) / sum(weight for _, weight in values)
+        return metrics | {"optim/num_steps": self._steps}
 
     def speed(self, trainer: TrainerSpeed | None) -> dict[str, float]:
         """The metrics `perf/*` of the steps; {} where nothing is known of the trainer."""
@@ -76,7 +77,7 @@ class StepMetrics:
         return trainer.metrics(self._lengths, seconds)
 
 
-def of_batch(groups: list[RolloutGroup], health: dict[str, str]) -> dict[str, float | str]:
+def batch_metrics(groups: list[RolloutGroup], health: dict[str, str]) -> dict[str, float | str]:
     """Statistics of a batch's rollouts. `health` is that of the generator's replicas."""
     rewards = [reward for group in groups for reward in group.rewards]
     completions = [turn.completion for group in groups for rollout in group.rollouts for turn in rollout.turns]
@@ -94,15 +95,15 @@ def of_batch(groups: list[RolloutGroup], health: dict[str, str]) -> dict[str, fl
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     line["time/reward_s"] = max(rollout.seconds.get("reward", 0.0) for rollout in rollouts)
     if any(SCORE in rollout.reward_parts for rollout in rollouts):
-        line |= _of_reward_model(rollouts)
+        line |= _reward_model_metrics(rollouts)
     if any(rollout.role != "policy" or rollout.end_reason or rollout.reward_parts for rollout in rollouts):
-        line |= _of_features(rollouts)
+        line |= _workflow_metrics(rollouts)
     if len(health) > 1:
         line["generator/healthy_replicas"] = list(health.values()).count("healthy")
     return line
 
 
-def _of_reward_model(rollouts: list[Rollout]) -> dict[str, float]:
+def _reward_model_metrics(rollouts: list[Rollout]) -> dict[str, float]:
     """Statistics of the reward model's scores over the rollouts that have one. The correlation is left out where the
     scores, or the tasks' own rewards, are all equal."""
     scored = [rollout for rollout in rollouts if SCORE in rollout.reward_parts]
@@ -124,13 +125,13 @@ def repeated_share(groups: list[RolloutGroup]) -> float:
     return repeated / max(1, total)
 
 
-def _of_features(rollouts: list[Rollout]) -> dict[str, float]:
+def _workflow_metrics(rollouts: list[Rollout]) -> dict[str, float]:
     """Means of the reward by its parts and by role, of turns, and of the share of episodes that a limit ended."""
     line, by_role = part_means(rollouts, "reward/part_{}_mean"), {}
     for rollout in rollouts:
         by_role.setdefault(rollout.role, []).append(rollout.reward)
     if len(by_role) > 1:
-        line |= {f"reward/{role}_mean": mean(of_role) for role, of_role in by_role.items()}
+        line |= {f"reward/{role}_mean": mean(rewards) for role, rewards in by_role.items()}
     played = [rollout for rollout in rollouts if rollout.end_reason]
     if played:
         line["rollout/turns_mean"] = mean(len(rollout.turns) for rollout in played)
@@ -140,7 +141,7 @@ def _of_features(rollouts: list[Rollout]) -> dict[str, float]:
     return line
 
 
-def of_times(line: dict, step_s: float, generate_s: float, sync_s: float, *, overlap: bool) -> dict[str, float]:
+def time_metrics(line: dict, step_s: float, generate_s: float, sync_s: float, *, overlap: bool) -> dict[str, float]:
     """Seconds of a step and of its parts, and tokens per second. Tokens are generated during the whole step with
     `overlap`, else during `generate_s`."""
     return {
