@@ -32,8 +32,8 @@ class AdamWConfig:
     """Peak learning rate; `algorithm.schedule` scales it."""
     betas: Annotated[tuple[float, float], BETAS] = (0.9, 0.95)
     """Decay rates of the running means of the gradient and of its square."""
-    eps: Annotated[float, Ge(0)] = 1e-8
-    """Added to the denominator of every update."""
+    eps: Annotated[float, Ge(1e-30), Hint("use 1e-8")] = 1e-8
+    """Added to the denominator of every update. Without it a parameter that never had a gradient becomes NaN."""
     weight_decay: Annotated[float, Ge(0), Hint("use 0 for none")] = 0.0
     """Decoupled weight decay, times the learning rate per step; 0: none."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
@@ -181,7 +181,7 @@ class GeneratorConfig:
     """Tokens that one engine iteration computes at most, prompts and decoding together; at least `max_model_len`. What
     is left of a prompt goes into the next iteration; on a CPU the whole prompt does. Above `max_num_seqs` x
     `max_model_len`, which no iteration can have, it changes nothing."""
-    kv_cache_gib: float = 1.0
+    kv_cache_gib: Annotated[float, Gt(0)] = 1.0
     """Size of the KV cache, in GiB per rank."""
     model_impl: Literal["torchtitan", "vllm"] = "torchtitan"
     """`torchtitan` runs the trainer's model inside vLLM; `vllm` runs vLLM's own model of the family."""

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Interval
 
 from torchtitan_rl.config.algorithm import AlgorithmConfig, SupervisedConfig
 from torchtitan_rl.config.meshes import GeneratorConfig, TrainerConfig, WeightSyncConfig
@@ -232,7 +232,7 @@ class RunConfig:
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     record: RecordConfig = field(default_factory=RecordConfig)
-    seed: Annotated[int, Ge(0)] = 0
+    seed: Annotated[int, Interval(ge=0, lt=2**63), Hint("use 0, 1, 2, ...")] = 0
     """Seed of the initial weights, of the order of tasks and of every sampling stream."""
     output_dir: str = ""
     """The run directory; empty: runs/NAME-DATE-TIME."""

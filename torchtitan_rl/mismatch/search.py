@@ -5,6 +5,7 @@ Everything here happens at most once in a run, and only when a part of the gap i
 
 from __future__ import annotations
 
+import asyncio
 import math
 import statistics
 from collections.abc import Awaitable, Callable
@@ -77,7 +78,8 @@ class CauseSearch:
             if np.isfinite(cached).any() and causes.mean_difference(cached, sampled_N) > self.limits.mean:
                 candidates.append(cause("stale_cache", words, cached))
         at = await self.rescorer.positions(samples)
-        candidates += causes.fitted(at, reported_N, "rest", temperature)
+        # In a thread: it takes seconds to minutes, while the run goes on.
+        candidates += await asyncio.to_thread(causes.fitted, at, reported_N, "rest", temperature)
         unnamed = (
             "the generator reported what it does not compute for these tokens under the version that they name; "
             "none of these fits: a shift, a temperature, top-k, top-p, min-p, a shortened prompt, the prefix cache"
@@ -93,7 +95,8 @@ class CauseSearch:
             words = "the generator computes in 16 bits, not in float32: its logits are multiples of a coarse spacing"
             return Cause("noise", "dtype", words, math.nan)
         candidates = [await self._of_version(then) for then in memory]
-        scaled = causes.fitted(at, trainer_N, "noise", self.rescorer.temperature)[0]
+        temperature = self.rescorer.temperature
+        scaled = await asyncio.to_thread(causes.fitted_temperature, at, trainer_N, "noise", temperature)
         words = scaled.words.replace("the tokens were scored", "the trainer scores")
         candidates.append(Cause("noise", "temperature", words, scaled.left_mean))
         named = causes.best(candidates, whole, self.limits.mean)

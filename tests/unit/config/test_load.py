@@ -497,7 +497,9 @@ def test_a_chunk_of_negative_size():
 
 
 def test_a_negative_seed():
-    assert invalid("seed", value=-1) == "seed=-1: must not be negative; use 0 or more"
+    problem = "must be at least 0 and below 9223372036854775808; use 0, 1, 2, ..."
+    assert invalid("seed", value=-1) == f"seed=-1: {problem}"
+    assert invalid("seed", value=2**63) == f"seed={2**63}: {problem}"
 
 
 def test_a_task_is_checked_again_after_overrides():
@@ -803,3 +805,8 @@ def test_every_role_that_must_have_weights_is_looked_at():
     config = run_config()
     config.roles.teacher = role(ModelConfig(assets="chars", shape=shape(n_layers=3), pretrained=True))
     assert "has no safetensors" in missing_weights(config)
+
+
+def test_sizes_that_would_fail_only_in_a_process():
+    assert invalid("trainer.optimizer.eps", value=0.0) == "trainer.optimizer.eps=0.0: must be at least 1e-30; use 1e-8"
+    assert invalid("generator.kv_cache_gib", value=float("inf")).startswith("generator.kv_cache_gib=inf: must be finite")

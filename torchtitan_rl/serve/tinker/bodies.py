@@ -130,7 +130,7 @@ class AdamBody(_Lenient):
     learning_rate: Annotated[_Finite, Field(ge=0)] = 1e-4
     beta1: Annotated[_Finite, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[_Finite, Field(ge=0, lt=1)] = 0.95
-    eps: Annotated[_Finite, Field(ge=0)] = 1e-12
+    eps: Annotated[_Finite, Field(ge=1e-30)] = 1e-12
     weight_decay: Annotated[_Finite, Field(ge=0)] = 0.0
     grad_clip_norm: _Finite = 0.0
 

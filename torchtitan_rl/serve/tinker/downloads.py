@@ -79,7 +79,7 @@ class Downloads:
         await asyncio.wait([writing], timeout=timeout_s)
         if not writing.done():
             raise Fault(f"path={checkpoint.path!r}: its archive is being written; ask again", "server", status=503)
-        if writing.exception() is not None:
+        if writing.exception() is not None and self._archives.get(key) is writing:  # others may ask at once
             del self._archives[key]
         return writing.result()
 

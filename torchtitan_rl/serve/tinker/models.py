@@ -89,7 +89,8 @@ class ModelPlaces:
         """Returns when a place is free, before anything else runs. A model whose client has gone makes place for the
         one that waits. Raises Fault when no place became free in time, and at once where the session that asks has all
         the places itself."""
-        if all(occupant.session_id == model.session_id for occupant in self._models):
+        full = len(self._models) >= self._number
+        if full and all(occupant.session_id == model.session_id for occupant in self._models):
             raise user(f"{self._full()} end a session, or {self._larger()}")
         self._num_waiting += 1
         try:

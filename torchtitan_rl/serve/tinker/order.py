@@ -113,13 +113,17 @@ class InOrder:
 
     async def _run(self) -> None:
         while True:
+            gap_began: float | None = None
             while self._next not in self._waiting:
                 self._changed.clear()
+                if gap_began is None and self._waiting:
+                    gap_began = asyncio.get_running_loop().time()
                 try:
-                    async with asyncio.timeout(self._gap_s if self._waiting else None):
+                    async with asyncio.timeout_at(None if gap_began is None else gap_began + self._gap_s):
                         await self._changed.wait()
                 except TimeoutError:
                     self._give_up()
+                    gap_began = None
             request = self._taken(self._next)
             self._started.take(request.nbytes)
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -21,11 +22,13 @@ from torchtitan_rl.serve.tinker.faults import fault_of, user
 from torchtitan_rl.serve.tinker.futures import Answer, Futures
 from torchtitan_rl.serve.tinker.models import Model, Models, json_answer, quietly, ready
 from torchtitan_rl.serve.tinker.samplers import Versions
-from torchtitan_rl.serve.tinker.saved_states import Checkpoint, ModelRecord, require_intact
+from torchtitan_rl.serve.tinker.saved_states import ModelRecord, require_intact
 from torchtitan_rl.types import Datum, OptimParams
 from torchtitan_rl.weights import checkpoint as run_checkpoint
 
 __all__ = ["ModelRequests"]
+
+logger = logging.getLogger(__name__)
 
 
 class ModelRequests:
@@ -35,6 +38,8 @@ class ModelRequests:
         self._models, self._versions, self._futures = models, versions, futures
         self._trainer, self._checkpoints = models.trainer, models.checkpoints
         self._saving = models.places.saving
+        self._names_in_use: set[Path] = set()
+        """Directories of sampler weights that are being saved."""
 
     def create_from(self, body: LoadWeightsBody) -> str:
         """A new model with the weights of a checkpoint. Returns the id of the future."""
@@ -66,6 +71,8 @@ class ModelRequests:
         try:
             await added
             await require_intact(directory)
+            if self._models.live.get(model.model_id) is not model:  # another model may have its place by now
+                raise user(f"model_id={model.model_id!r}: was unloaded while its state was read; make a new client")
             return await self._load(model, directory, optimizer)
         except Exception:
             if self._models.live.get(model.model_id) is model:  # it had a place
@@ -119,13 +126,30 @@ class ModelRequests:
                 directory = self._checkpoints.begin(model.record, "weights", name, overwrite=body.overwrite)
                 await self._save_adapter(model, directory)
                 self._models.use(model)
-                await self._trainer.stage_checkpoint(directory)
+                staging = asyncio.ensure_future(self._trainer.stage_checkpoint(directory))
+            except BaseException:
+                self._saving.release()
+                raise
+            try:
+                await asyncio.shield(staging)
+            except asyncio.CancelledError:  # the model is unloaded, and the trainer writes on
+                self._releasing = asyncio.ensure_future(self._release_once_written(staging))
+                raise
             except BaseException:
                 self._saving.release()
                 raise
             return self._written(model, name, body)
 
         return self._models.submit(body.model_id, body.seq_id, start)
+
+    async def _release_once_written(self, staging: asyncio.Future) -> None:
+        try:
+            await staging
+            await self._trainer.checkpoint_written()
+        except Exception as error:  # nobody waits for this checkpoint any more
+            logger.warning("the checkpoint of a model that was unloaded could not be written: %s", error)
+        finally:
+            self._saving.release()
 
     async def _written(self, model: Model, name: str, body: SaveWeightsBody) -> Answer:
         try:
@@ -137,11 +161,9 @@ class ModelRequests:
             self._saving.release()
         return json_answer({"path": saved.path, "type": "save_weights"})
 
-    def save_for_sampler(
-        self, body: SaveForSamplerBody, session_of: Callable[[Model, int, Checkpoint | None], dict[str, str]]
-    ) -> str:
-        """Weights to sample from: published, and with a name also on disk. `session_of(model, version, checkpoint)`
-        gives the answer."""
+    def save_for_sampler(self, body: SaveForSamplerBody, session_of: Callable[[Model, int], dict[str, str]]) -> str:
+        """Weights to sample from: with a name on disk, without one as a version of which `session_of(model, version)`
+        opens a sampling session."""
 
         async def start(model: Model) -> Awaitable[Answer]:
             if body.kind != "snapshot":
@@ -149,30 +171,46 @@ class ModelRequests:
                     f"kind={body.kind[:40]!r}: is not offered, the weights of a sampling client stay as they were "
                     "saved; use kind='snapshot', and the sampling client of each save from then on"
                 )
-            writing = None
-            if body.path is not None:
+            if body.path is None:
+                self._models.use(model)
+                version = await self._versions.publish()
+                answer = session_of(model, version)
+                self._versions.leave(version)
+                return ready(json_answer(answer | {"type": "save_weights_for_sampler"}))
+            name = self._checkpoints.directory(model.record.model_id, "sampler_weights", body.path)
+            if name in self._names_in_use:
+                raise user(f"path={body.path[:120]!r}: is being saved; await that save, or use another name")
+            self._names_in_use.add(name)
+            try:
                 writing = self._checkpoints.begin(model.record, "sampler_weights", body.path, overwrite=body.overwrite)
                 await self._save_adapter(model, writing)
-            self._models.use(model)
-            version = await self._versions.publish()
-
-            async def kept() -> Answer:
-                saved = None
-                if writing is not None:
-                    await self._versions.save(version, writing / "weights.safetensors")
-                    saved = self._checkpoints.commit(
-                        model.record,
-                        "sampler_weights",
-                        body.path,
-                        ttl_s=body.ttl_seconds,
-                        metadata=body.user_metadata,
-                        files=await asyncio.to_thread(run_checkpoint.checksums_of_all, writing),
-                    )
-                return json_answer(session_of(model, version, saved) | {"type": "save_weights_for_sampler"})
-
-            return kept()
+                self._models.use(model)
+                version = await self._versions.publish()
+            except BaseException:
+                self._names_in_use.discard(name)
+                raise
+            return self._named(model, version, writing, name, body)
 
         return self._models.submit(body.model_id, body.seq_id, start)
+
+    async def _named(self, model: Model, version: int, writing: Path, name: Path, body: SaveForSamplerBody) -> Answer:
+        """Writes a published version under its name. Samplers read it from the disk, so the store drops it, unless a
+        sampling session without a name has this version too."""
+        try:
+            await self._versions.save(version, writing / "weights.safetensors")
+            saved = self._checkpoints.commit(
+                model.record,
+                "sampler_weights",
+                str(body.path),
+                ttl_s=body.ttl_seconds,
+                metadata=body.user_metadata,
+                files=await asyncio.to_thread(run_checkpoint.checksums_of_all, writing),
+            )
+        finally:
+            self._names_in_use.discard(name)
+            self._versions.leave(version)
+            await self._versions.forget(version)
+        return json_answer({"path": saved.path, "type": "save_weights_for_sampler"})
 
     def save_external(self, body: SaveExternalBody) -> str:
         """Weights for other programs: with LoRA the adapter in PEFT's form, else the model in Hugging Face's."""

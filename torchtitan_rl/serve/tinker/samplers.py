@@ -7,6 +7,7 @@ for a turn, then the version that has waited longest.
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -91,6 +92,10 @@ class _Entry:
     """What the checkpoint's own record said of its files when the version was named. A client may save other weights in
     its place."""
     users: int = 0
+    publishers: int = 0
+    """Callers of `publish` that have not called `leave` yet."""
+    samplers: int = 0
+    """Sampling sessions that name the version."""
 
 
 class Versions:
@@ -104,21 +109,46 @@ class Versions:
         self._entries: dict[int, _Entry] = {}
         self._published: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._lock = asyncio.Lock()
-        spool.mkdir(parents=True, exist_ok=True)
+        self._num_publishing = 0
+        shutil.rmtree(spool, ignore_errors=True)  # of an earlier server, whose versions nobody can name
+        spool.mkdir(parents=True)
 
     def __contains__(self, version: int) -> bool:
         return version in self._entries
 
     async def publish(self) -> int:
-        """Publishes the trainer's model as it is. Submits to the trainer before it first waits."""
-        version = await self._versions.publish_for(_HOLDER)
+        """Publishes the trainer's model as it is, and keeps the version until `leave`. Submits to the trainer before it
+        first waits."""
+        self._num_publishing += 1
+        try:
+            version = await self._versions.publish_for(_HOLDER)
+        finally:
+            self._num_publishing -= 1
         if version in self._entries and version in self._published:
             await self._versions.release(version, _HOLDER)  # the model has not changed since
-        self._entries.setdefault(version, _Entry(None))
+        self._entries.setdefault(version, _Entry(None)).publishers += 1
         self._published[version] = None
         self._published.move_to_end(version)
-        await self._make_room()
+        try:
+            await self._make_room()
+        except BaseException:  # a full disk
+            self.leave(version)
+            raise
         return version
+
+    def leave(self, version: int) -> None:
+        """Ends what `publish` began."""
+        self._entries[version].publishers -= 1
+
+    def add_sampler(self, version: int) -> None:
+        """A sampling session names the version from now on. Nothing where the version was dropped."""
+        if version in self._entries:
+            self._entries[version].samplers += 1
+
+    def remove_sampler(self, version: int) -> None:
+        """A sampling session has ended."""
+        if version in self._entries:
+            self._entries[version].samplers -= 1
 
     def keep(self, version: int) -> None:
         """Adds a version that is published, and stays so."""
@@ -171,10 +201,10 @@ class Versions:
             raise user(f"version={version}: its file is damaged; save the weights again")
 
     async def forget(self, version: int) -> None:
-        """Drops a version that no sampler names any more."""
+        """Drops a version, unless a request uses it or a sampling session names it."""
         async with self._lock:
             entry = self._entries.get(version)
-            if entry is None or entry.users:
+            if entry is None or entry.users or entry.publishers or entry.samplers:
                 return
             del self._entries[version]
             if version in self._published:
@@ -185,6 +215,8 @@ class Versions:
 
     async def _make_room(self) -> None:
         async with self._lock:
+            if self._num_publishing:  # it may publish a version that would be released here, and makes room afterwards
+                return
             idle = [version for version in self._published if not self._entries[version].users]
             for version in idle[: max(0, len(idle) - self._max_published)]:
                 entry = self._entries[version]
@@ -193,7 +225,8 @@ class Versions:
                     await self._versions.save(version, file)
                     entry.checksum = await asyncio.to_thread(_checksum, file)
                     entry.file, entry.spilled = file, True  # not before: a file that was not written holds nothing
-                if entry.users == 0 and version in self._published:
+                used = entry.users or entry.publishers or self._num_publishing
+                if not used and version in self._published:
                     del self._published[version]
                     await self._versions.release(version, _HOLDER)
             spooled = [v for v, e in self._entries.items() if e.spilled and not e.users and v not in self._published]

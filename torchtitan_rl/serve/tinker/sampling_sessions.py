@@ -83,6 +83,7 @@ class Sampling:
             version = self._version(base_model, model_path)
         sampler = Sampler(sampler_id=sampler_id, session_id=session_id, version=version, model_path=model_path)
         self.samplers[sampler_id] = sampler
+        self._versions.add_sampler(version)
         return sampler
 
     def _version(self, base_model: str | None, model_path: str | None) -> int:
@@ -107,8 +108,8 @@ class Sampling:
         ended = [sampler for sampler in self.samplers.values() if sampler.session_id == session_id]
         for sampler in ended:
             del self.samplers[sampler.sampler_id]
-        named = {sampler.version for sampler in self.samplers.values()}
-        for version in {sampler.version for sampler in ended if sampler.version > BASE_VERSION} - named:
+            self._versions.remove_sampler(sampler.version)
+        for version in {sampler.version for sampler in ended if sampler.version > BASE_VERSION}:
             await self._versions.forget(version)
 
     def submit(self, body: SampleBody) -> tuple[str, list[str]]:

@@ -248,9 +248,7 @@ class Service:
     def save_for_sampler(self, body: SaveForSamplerBody) -> str:
         """Weights to sample from: with a name a path is the answer, without one a sampling session."""
 
-        def session_of(model: Model, version: int, saved: Checkpoint | None) -> dict[str, str]:
-            if saved is not None:
-                return {"path": saved.path}
+        def session_of(model: Model, version: int) -> dict[str, str]:
             number = f"s{body.seq_id}" if body.sampling_session_seq_id is None else body.sampling_session_seq_id
             sampler = self.sampling.open(
                 f"{model.session_id}:sample:{number}",

@@ -1,5 +1,6 @@
 """Links to weights: how long they are valid, and what a slow archive answers."""
 
+import asyncio
 import io
 import tarfile
 import time
@@ -12,7 +13,7 @@ from tests.kit.tinker import served
 from torchtitan_rl.serve.guard import allowed_hosts
 from torchtitan_rl.serve.tinker.app import guarded, make_app
 from torchtitan_rl.serve.tinker.downloads import Downloads, write_hf_form
-from torchtitan_rl.serve.tinker.faults import Fault
+from torchtitan_rl.serve.tinker.faults import Fault, user
 from torchtitan_rl.serve.tinker.owners import OneKey
 from torchtitan_rl.serve.tinker.saved_states import Checkpoint, ModelRecord
 from torchtitan_rl.serve.tinker.service import Limits, Server
@@ -144,3 +145,14 @@ def test_a_link_is_for_programs_and_for_this_server_alone(http):
     assert client.get(url, headers=click).text == "numbers"
     assert client.get(url, headers={"Origin": "http://evil.example"}).status_code == 403
     assert client.get(url, headers={"Host": "evil.example"}).status_code == 421
+
+
+async def test_all_who_ask_for_a_damaged_checkpoint_are_told_why(tmp_path):
+    def fails(checkpoint, source, target):
+        raise user("is damaged")
+
+    source = saved(tmp_path / "kept")
+    downloads = Downloads(tmp_path / "archives", fails, valid_s=9.0)
+    asking = [downloads.archive(CHECKPOINT, source, 5.0) for _ in range(3)]
+    answers = await asyncio.gather(*asking, return_exceptions=True)
+    assert [str(answer) for answer in answers] == ["is damaged"] * 3

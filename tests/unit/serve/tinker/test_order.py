@@ -275,3 +275,16 @@ async def test_an_owner_who_asks_for_much_takes_no_answer_from_another(monkeypat
     assert "two" in alice and "one" not in alice and alice.kept_bytes + bob.kept_bytes <= 150
 
     assert [fault.message for fault in [await content(bob, name) for name in own]] == ["x", "x"]
+
+
+async def test_the_clock_of_a_gap_is_not_set_back_by_what_arrives_behind_it():
+    futures, log = Futures(), []
+    order = in_order(futures, gap_s=0.3)
+    began = asyncio.get_running_loop().time()
+    for seq_id in range(2, 12):  # 1 never comes
+        order.submit(seq_id, f"m:{seq_id}", answering(log, str(seq_id)))
+        await asyncio.sleep(0.1)
+        if (first := await futures.fetch("m:2", 0.0)) is not None:
+            break
+    assert "seq_id=1, which never came" in first.message
+    assert asyncio.get_running_loop().time() - began < 0.8

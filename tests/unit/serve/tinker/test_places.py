@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,6 +11,7 @@ from tests.kit.tinker import Trainer, served
 from torchtitan_rl.serve.errors import Refused
 from torchtitan_rl.serve.tinker.bodies import CreateModelBody, LoraBody, SessionBody
 from torchtitan_rl.serve.tinker.faults import Fault
+from torchtitan_rl.serve.tinker.models import ModelPlaces
 from torchtitan_rl.serve.tinker.service import Limits, Server
 
 
@@ -149,3 +151,17 @@ async def test_a_session_that_was_abandoned_long_ago_is_finished_when_its_owner_
     with pytest.raises(Fault, match="has ended"):
         service.session(abandoned)
     service.session(alive)
+
+
+async def test_a_place_that_was_freed_for_one_who_waits_is_no_reason_to_refuse_another():
+    places = ModelPlaces(None, lora=None, max_models=1, wait_s=0.2)
+
+    def model(session_id):
+        return SimpleNamespace(session_id=session_id, models=SimpleNamespace(silent=lambda session: False))
+
+    places.occupy(first := model("A"))
+    second = asyncio.ensure_future(places.wait(model("B")))
+    await asyncio.sleep(0.05)
+    places.vacate(first)
+    await places.wait(model("C"))  # nobody has taken the place yet
+    await second

@@ -78,15 +78,21 @@ class Store:
         self.pin(version, holder)
 
 
+async def published(versions):
+    version = await versions.publish()
+    versions.leave(version)
+    return version
+
+
 async def test_versions_beyond_the_bound_wait_on_disk_and_come_back(tmp_path):
     store = Store()
     versions = Versions(store, max_published=2, max_spooled=9, spool=tmp_path / "spool")
     for store.next in (1, 2, 3, 4):
-        assert await versions.publish() == store.next
+        assert await published(versions) == store.next
     pushed_out = sorted(store.holders)
     async with versions.published(1):
         back = sorted(store.holders)
-    await versions.publish()  # the same version again
+    await published(versions)  # the same version again
     again = dict(store.holders)
     await versions.forget(1)
     left, files = sorted(store.holders), sorted(file.name for file in (tmp_path / "spool").iterdir())
@@ -105,14 +111,14 @@ async def test_a_version_that_cannot_be_written_stays_in_the_store_until_it_can(
 
     store = FullDisk()
     versions = Versions(store, max_published=1, max_spooled=9, spool=tmp_path / "spool")
-    await versions.publish()
+    await published(versions)
     for store.next in (2, 3):
         with pytest.raises(OSError, match="No space"):
-            await versions.publish()
+            await published(versions)
     assert sorted(store.holders) == [1, 2, 3]
 
     store.full, store.next = False, 4
-    await versions.publish()
+    await published(versions)
     async with versions.published(1):
         assert 1 in store.holders
     assert store.saves[:3] == [1, 2, 3]
@@ -121,10 +127,10 @@ async def test_a_version_that_cannot_be_written_stays_in_the_store_until_it_can(
 async def test_a_version_in_use_is_never_pushed_out(tmp_path):
     store = Store()
     versions = Versions(store, max_published=1, max_spooled=9, spool=tmp_path / "spool")
-    await versions.publish()
+    await published(versions)
     async with versions.published(1):
         for store.next in (2, 3):
-            await versions.publish()
+            await published(versions)
         await versions.forget(1)
         assert 1 in store.holders
     await versions.forget(1)
@@ -156,7 +162,7 @@ async def test_weights_saved_in_place_of_others_are_not_taken_for_them(tmp_path)
     async with versions.published(-1):
         versions.register(-2, save(-2))
     async with versions.published(-2):
-        await versions.publish()  # pushes -1 out of the store
+        await published(versions)  # pushes -1 out of the store
     with pytest.raises(Fault, match="version=-1: other weights were saved in place of its checkpoint"):
         async with versions.published(-1):
             pass
@@ -166,11 +172,11 @@ async def test_versions_without_a_name_are_bounded_on_disk_too_and_the_ones_used
     store = Store()
     versions = Versions(store, max_published=1, max_spooled=2, spool=tmp_path / "spool")
     for store.next in (1, 2, 3):
-        await versions.publish()
+        await published(versions)
     async with versions.published(1):  # used again
         pass
     for store.next in (4, 5):
-        await versions.publish()
+        await published(versions)
     left = [version for version in range(1, 6) if version in versions]
     with pytest.raises(Fault, match="was dropped: many newer ones have no name"):
         async with versions.published(2):
@@ -195,7 +201,7 @@ async def test_a_damaged_file_is_a_fault_of_the_request_and_is_never_published(t
     flipped = tmp_path / "models" / record.model_id / "sampler_weights" / "flipped" / "weights.safetensors"
     flipped.write_text("-3")
     for store.next in (1, 2):
-        await versions.publish()
+        await published(versions)
     (tmp_path / "spool" / "1.safetensors").write_text("2")
     for version in (-1, 1):
         with pytest.raises(Fault) as fault:
