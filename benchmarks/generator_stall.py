@@ -27,7 +27,8 @@ from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.types import Request, SamplingParams
 
 _BLOCK = 512 * 2**20  # bytes
-_REQUEST = Request([5] * 16, SamplingParams(max_tokens=40, seed=0, ignore_eos=True))
+_MAX_TOKENS = {"cpu": 40, "cuda": 900}  # requests have to last as long as a load
+_REQUEST = Request([5] * 16, SamplingParams(max_tokens=_MAX_TOKENS[platform.device_type()], seed=0, ignore_eos=True))
 
 
 def measure(flavor: str, loads: int, dtype: str, directory: Path) -> list[dict[str, float]]:

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from scripts.gpu_checks.catalogue import CHECKS, PARTS, Check
 from scripts.gpu_checks.device import gpus
@@ -280,6 +280,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--together", action="store_true", help="run what measures nothing at once, before the rest")
     parser.add_argument("--tiny", action="store_true", help="small shapes only, as on a machine without a GPU")
     args = parser.parse_args(argv)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # the check that runs has to end before this process does
+        signal.signal(number, _exit)
     try:
         checks = _chosen(args.only)
         machine = this_machine()
@@ -304,6 +306,10 @@ def main(argv: list[str] | None = None) -> int:
         return 130
     print(f"\n{table(results)}\n\n{args.out / 'results.json'}\n{args.out / 'table.md'}")
     return int(any(results[check.name]["status"] not in ("passed", "skipped") for check in checks))
+
+
+def _exit(number: int, frame: object) -> NoReturn:
+    sys.exit(128 + number)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up with the test extra and runs pytest.
+# Sets up with the test extra, or uses the interpreter that TORCHTITAN_RL_PYTHON names, and runs pytest.
 #   scripts/test.sh               the tests of every day, with real actors, engine and store: 6 minutes
 #   scripts/test.sh --all         every test but the slow and gpu ones: what has to pass before a change is merged
 #   scripts/test.sh ARGUMENT ...  one pytest with these arguments; without -m, slow and gpu tests are left out
@@ -7,13 +7,17 @@
 # than the two cores that they are measured on, since tests wait for deadlines and for processes that they start.
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
-scripts/setup.sh test
+python=${TORCHTITAN_RL_PYTHON:-}
+if [[ -z $python ]]; then
+  scripts/setup.sh test
+  python=$PWD/.venv/bin/python
+fi
 if (($# == 0)) || [[ $* == --all ]]; then
   marks="not slow and not gpu"
   (($#)) || marks+=" and not whole"
   status=0
-  .venv/bin/python -m pytest -m "$marks" -n 3 tests/unit || status=$?
-  .venv/bin/python -m pytest -m "$marks" -n 3 --dist loadfile --no-loadscope-reorder --ignore tests/unit || status=$?
+  "$python" -m pytest -m "$marks" -n 3 tests/unit || status=$?
+  "$python" -m pytest -m "$marks" -n 3 --dist loadfile --no-loadscope-reorder --ignore tests/unit || status=$?
   exit $status
 fi
 select=(-m "not slow and not gpu")
@@ -21,4 +25,4 @@ for argument in "$@"; do
   # -m takes its value apart (-m slow) or attached (-mslow); long options start with two dashes.
   if [[ $argument == -m* ]]; then select=(); fi
 done
-exec .venv/bin/python -m pytest "${select[@]}" "$@"
+exec "$python" -m pytest "${select[@]}" "$@"

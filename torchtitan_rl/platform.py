@@ -234,15 +234,15 @@ def _one_thread() -> None:
 
 
 def adapt_parallel_model(model: torch.nn.Module) -> None:
-    """Adapts a model to a CPU after `parallelize`.
+    """Adapts a model to its device after `parallelize`.
 
-    gloo has no pre-multiplied sum, so FSDP must reduce with a plain sum. Attention on a CPU compiles once per pattern
-    of buckets, and torchtitan's whole-block compile would give up at the ninth pattern."""
+    Scaled-dot-product attention compiles once per pattern of buckets, and torchtitan's whole-block compile would give
+    up at the ninth pattern. On a CPU gloo has no pre-multiplied sum, so FSDP must reduce with a plain sum."""
     from torch._dynamo import config as dynamo
     from torch.distributed.fsdp import FSDPModule
 
+    dynamo.recompile_limit = dynamo.accumulated_recompile_limit = 2**16
     if device_type() == "cpu":
-        dynamo.recompile_limit = dynamo.accumulated_recompile_limit = 2**16
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)

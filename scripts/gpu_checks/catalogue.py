@@ -138,7 +138,7 @@ CHECKS = [
         teaches="0.6B: decoding from our engine without graphs to plain vLLM, and each against the trainer's forward",
         needs="generator",
         time_limit_s=600,
-        command=_module("engine_ladder", "--budget-s", "420"),
+        command=_module("engine_ladder", "--budget-s", "380"),
         tiny=True,
     ),
     Check(

@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
+
+from torchtitan_rl.environment import end_with_parent
 
 __all__ = ["Result", "run_check"]
 
@@ -79,6 +82,7 @@ def run_check(
     parser.add_argument("--result", type=Path, required=True, help="the JSON file to write")
     parser.add_argument("--tiny", action="store_true", help="small shapes, for a CPU")
     args = parser.parse_args()
+    end_with_parent(signal.SIGKILL)  # a check has a session of its own, which a killed battery leaves behind
     result = Result(args.result)
     try:
         check(result, args)

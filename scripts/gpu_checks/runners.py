@@ -26,7 +26,13 @@ LIMIT_S = 270
 def generator(model_runner: Any, tiny: bool = False) -> GeneratorConfig:
     """One engine at the Qwen3-0.6B shape, without CUDA graphs."""
     kv_cache_gib = 0.25 if tiny else 8.0
-    return GeneratorConfig(max_model_len=512, kv_cache_gib=kv_cache_gib, enforce_eager=True, model_runner=model_runner)
+    return GeneratorConfig(
+        max_model_len=512,
+        kv_cache_gib=kv_cache_gib,
+        enforce_eager=True,
+        async_scheduling=False,  # V1 has none by default, and it alone makes decoding up to 1.8 times as fast
+        model_runner=model_runner,
+    )
 
 
 def sample(config: GeneratorConfig, tiny: bool) -> dict:

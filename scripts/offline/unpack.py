@@ -91,7 +91,8 @@ def _mark(environment: Path, piece: dict) -> Path:
 
 def _check_environment(pieces: Path, environment: Path) -> None:
     own = environment / "unpacked" / "pieces.json"
-    if environment.exists() and not own.exists() and any(environment.iterdir()):
+    foreign = environment.exists() and {path.name for path in environment.iterdir()} - {"unpacked"}
+    if foreign and not own.exists():
         raise ValueError(f"--into={environment}: was not made by this; give a folder that is empty or not there")
     if own.exists() and own.read_bytes() != (pieces / "pieces.json").read_bytes():
         raise ValueError(f"--into={environment}: was made of other pieces; remove it or give another folder")
@@ -166,10 +167,15 @@ def unpack(pieces: Path, environment: Path, *, source: Path | None = None, whole
     ValueError before anything is written: for a damaged piece, another Python, another GPU or too small a disk, and
     with `whole` for a missing piece and for what `source` lacks."""
     listing, arrived, missing = check(pieces, environment, source, whole)
-    if not (environment / "unpacked").exists():
+    # The list first: what is killed here goes on when it is started again.
+    (environment / "unpacked").mkdir(parents=True, exist_ok=True)
+    listed = environment / "unpacked" / "pieces.json"
+    if not listed.exists():
+        new = listed.with_name("pieces.json.new")
+        shutil.copy(pieces / "pieces.json", new)
+        new.rename(listed)
+    if not (environment / "pyvenv.cfg").exists():
         venv.create(environment, with_pip=False, symlinks=True)
-        (environment / "unpacked").mkdir()
-        shutil.copy(pieces / "pieces.json", environment / "unpacked")
     site = str(site_of(environment))
     with ProcessPoolExecutor() as pool:
         writes = [

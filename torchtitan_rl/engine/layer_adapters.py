@@ -123,9 +123,9 @@ def _side_by_side(
     rows_S2L = rows_SL[:, None] * 2 + np.arange(2)[:, None]
     return _SlotRows(
         slots=slice(first, first + span),
-        rows=torch.from_numpy(rows_SL.reshape(-1)).to(device),
-        rows_of_two=torch.from_numpy(rows_S2L.reshape(-1)).to(device),
-        mask_SL1=None if mask_SL.all() else torch.from_numpy(mask_SL).to(device, dtype)[..., None],
+        rows=torch.from_numpy(rows_SL.reshape(-1)).to(device, non_blocking=True),
+        rows_of_two=torch.from_numpy(rows_S2L.reshape(-1)).to(device, non_blocking=True),
+        mask_SL1=None if mask_SL.all() else torch.from_numpy(mask_SL).to(device, dtype, non_blocking=True)[..., None],
     )
 
 

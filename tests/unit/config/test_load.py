@@ -808,5 +808,6 @@ def test_every_role_that_must_have_weights_is_looked_at():
 
 
 def test_sizes_that_would_fail_only_in_a_process():
-    assert invalid("trainer.optimizer.eps", value=0.0) == "trainer.optimizer.eps=0.0: must be at least 1e-30; use 1e-8"
-    assert invalid("generator.kv_cache_gib", value=float("inf")).startswith("generator.kv_cache_gib=inf: must be finite")
+    eps, gib = "trainer.optimizer.eps", "generator.kv_cache_gib"
+    assert invalid(*eps.split("."), value=0.0) == f"{eps}=0.0: must be at least 1e-30; use 1e-8"
+    assert invalid(*gib.split("."), value=float("inf")).startswith(f"{gib}=inf: must be finite")

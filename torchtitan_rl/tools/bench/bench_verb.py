@@ -114,19 +114,22 @@ def run(args: argparse.Namespace) -> int:
         say(f"error: {error}", event="error", level="error")
         return 2
     signal.signal(signal.SIGTERM, _exit)  # sides and temporary files go before this process does
+    if not args.json:
+        print(f"{args.device}, {platform.num_cores()} threads a process, {args.repeats} repeats", flush=True)
     results: list[Result] = []
     for subject, workloads in _jobs(args):
-        results += _measured(subject, workloads, args, note)
+        measured = _measured(subject, workloads, args, note)
+        results += measured
+        if not args.json:  # as soon as it is known: a time limit may end the next subject
+            for result in measured:
+                print("\n".join(result.lines()), flush=True)
     worse = worse_than_stored([result for result in results if isinstance(result, Measurement)]) if args.short else []
     if args.json:
         data = {"device": args.device, "threads": platform.num_cores(), "repeats": args.repeats}
-        measured = [result.as_data() for result in results]
-        json.dump(data | {"measurements": measured, "worse": worse}, sys.stdout, indent=1)
+        json.dump(
+            data | {"measurements": [result.as_data() for result in results], "worse": worse}, sys.stdout, indent=1
+        )
         print()
-    else:
-        print(f"{args.device}, {platform.num_cores()} threads a process, {args.repeats} repeats")
-        for result in results:
-            print("\n".join(result.lines()))
     for line in worse:
         say(f"error: {line}", event="error", level="error")
     return 1 if worse else 0

@@ -55,7 +55,9 @@ def measure_generation(
         workload.write_model(model)
         for name in our_names:
             timeline = _timeline(workload, scratch, name)
-            sides[_full_name(workload, name)] = partial(_ours, workload, model, timeline, compiled=name != OURS)
+            sides[_full_name(workload, name)] = partial(
+                _ours, workload, model, timeline, compiled=name != OURS, eager=COMPILED not in floors
+            )
         for floor in floors:
             alone = partial(vllm_alone, workload, model, eager=floor == EAGER)
             sides[_full_name(workload, floor)] = alone
@@ -90,11 +92,14 @@ def _timeline(workload: Workload, scratch: Path, side: str) -> Path:
 
 
 @asynccontextmanager
-async def _ours(workload: Workload, model: Path, timeline: Path, *, compiled: bool) -> AsyncIterator[Once]:
-    """A generator as a run has it, and the sampling client in this process."""
+async def _ours(workload: Workload, model: Path, timeline: Path, *, compiled: bool, eager: bool) -> AsyncIterator[Once]:
+    """A generator as a run has it, and the sampling client in this process. `eager`: without CUDA graphs and without
+    steps that are scheduled ahead, as vLLM eager."""
     os.environ["VLLM_CACHE_ROOT"] = str(model.parent / "compiled")
     recorder, generator_config = StepRecorder(timeline), workload.generator()
     generator_config.compile = compiled
+    if eager:
+        generator_config.enforce_eager, generator_config.async_scheduling = True, False
     config = RunConfig(
         name="bench",
         task=None,
