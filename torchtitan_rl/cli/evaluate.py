@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
     add_processes(parser)
     add_checkpoint(parser)
-    parser.add_argument("--split", default="validation", choices=["train", "validation", "test"])
+    parser.add_argument("--split", default="validation", choices=["train", "validation", "test"], help="of the task")
     parser.add_argument("--num-tasks", type=int, help="the first so many of the split; default: the config's")
     parser.add_argument(
         "--pass-rates", metavar="FILE", help="write how often each task was passed, which tasks.pass_rate_filter reads"

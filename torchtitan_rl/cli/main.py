@@ -17,6 +17,8 @@ from torchtitan_rl.record.user_code import error_text
 
 __all__ = ["main"]
 
+_FIELDS = "Any field of a config is set by --field.path value; `torchtitan-rl show CONFIG` lists them."
+
 QUICKSTART = Path(__file__).parents[1] / "assets" / "quickstart.py"
 """The quickstart's config, for who has no checkout. In the checkout the file is a link to configs/quickstart.py."""
 
@@ -56,13 +58,24 @@ def main(argv: list[str] | None = None) -> int:
         return fail(error_text(error))
 
 
+class _WithDefaults(argparse.RawDescriptionHelpFormatter):
+    """Descriptions as they are written, and the default of an option that has a number or a text as one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text, default = action.help or "", action.default
+        has_one = bool(action.option_strings) and isinstance(default, int | float | str) and default is not False
+        if not has_one or default in ("", argparse.SUPPRESS) or "default" in text:
+            return text
+        return f"{text}; default: %(default)s" if text else "default: %(default)s"
+
+
 def _parser(chosen: str = "") -> argparse.ArgumentParser:
     """The parser of the command. Of all verbs only the chosen one's module is imported, for its arguments; every one is
     for `completion`, whose script knows them all."""
     parser = argparse.ArgumentParser(
         prog="torchtitan-rl",
         description="Reinforcement learning of language models on torchtitan, Monarch, vLLM and TorchStore.",
-        epilog="Any field of a config is set by --field.path value; `torchtitan-rl show CONFIG` lists them.",
+        epilog=_FIELDS,
     )
     subparsers = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name, verb in VERBS.items():
@@ -70,7 +83,8 @@ def _parser(chosen: str = "") -> argparse.ArgumentParser:
             name,
             help=verb.text,
             description=f"{verb.text[0].upper()}{verb.text[1:]}.\n\nexample:\n  {verb.example}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            epilog=_FIELDS if verb.overrides else None,
+            formatter_class=_WithDefaults,
             allow_abbrev=False,
         )
         if verb.load is not None and chosen in (name, "completion"):

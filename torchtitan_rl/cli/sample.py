@@ -32,7 +32,7 @@ _ALTERED = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_checkpoint(parser)
     parser.add_argument("--prompt", required=True)
-    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--max-tokens", type=int, default=64, help="of the answer, at most")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token, always")
     for name, kind, off in _ALTERED:
         parser.add_argument(f"--{name}", type=kind, default=off, metavar=kind.__name__, help=f"{off}: off")

@@ -18,8 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=8000, help="0: one that is free")
     add_address(parser)
     parser.add_argument("--max-model-len", type=int, default=0, help="default: the model's, at most 4096")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
-    parser.add_argument("--kv-cache-gib", type=float, default=1.0)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="of weights")
+    parser.add_argument("--kv-cache-gib", type=float, default=1.0, help="size of the KV cache")
     parser.add_argument("--output-dir", default="", help="default: runs/serve-NAME-DATE-TIME")
 
 

@@ -23,7 +23,11 @@ __all__ = ["add_arguments", "run"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
-    parser.add_argument("--host", default="127.0.0.1", help="any other address needs a key")
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on; any other than the default needs --keys, or a key and --shared",
+    )
     add_allow_host(parser)
     parser.add_argument("--port", type=int, default=8000, help="0: one that is free")
     add_api_key_file(parser)

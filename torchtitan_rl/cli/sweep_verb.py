@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--at", type=int, default=0, metavar="STEP", help="fork the parents here; default: 0, after the warm start"
     )
-    parser.add_argument("--output-dir", default="", metavar="DIR", help="of the sweep; default: runs/NAME-DATE-TIME")
+    parser.add_argument("--output-dir", default="", metavar="DIR", help="of the sweep; default: runs/NAME-sweep")
     parser.add_argument(
         "--only-seeds",
         default="",

@@ -78,7 +78,9 @@ def without_restarts(arguments: list[str]) -> list[str]:
 
 def add_address(parser: argparse.ArgumentParser, prefix: str = "") -> None:
     """Where clients of OpenAI's endpoints come in; `address` reads it."""
-    parser.add_argument(f"--{prefix}host", default="127.0.0.1", help="any other address needs a key")
+    parser.add_argument(
+        f"--{prefix}host", default="127.0.0.1", help="address to listen on; any other than the default needs a key"
+    )
     add_allow_host(parser, prefix)
     add_api_key_file(parser)
     parser.add_argument("--tool-parser", default="", metavar="NAME", help="vLLM's parser of tool calls, such as hermes")

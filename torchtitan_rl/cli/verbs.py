@@ -209,7 +209,7 @@ VERBS = {
     "sample": Verb(
         "complete a prompt with a checkpoint",
         _sample,
-        "torchtitan-rl sample --checkpoint runs/first/checkpoints/step-160 --prompt 'sort: dcab='",
+        "torchtitan-rl sample --checkpoint runs/first/checkpoints/step-160 --prompt 'dcab='",
         quiet=True,
     ),
     "serve": Verb(

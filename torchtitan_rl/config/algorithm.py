@@ -245,7 +245,7 @@ class AlgorithmConfig:
     workflow: Callable | None = None
     """`async (task, policy, *, rollout_id, seed) -> Rollout`, or a list with one rollout for each role: plays a task
     once, in training and in evaluations. None: play the family's environment, or one turn where the family has no
-    environment. See workflows/."""
+    environment. See rollout/policy.py and rollout/multi_turn.py."""
     batch_source: Callable | None = None
     """`(player, draws, state) -> BatchSource` makes what the loop takes its batches from, see rollout/batches.py and
     docs/extending.md; only without a lag. None: batches of the next slots, or with `max_policy_lag` batches that are

@@ -62,8 +62,7 @@ class RecordConfig:
     """Sinks of one's own: functions `(line) -> None`, called with every line of metrics, or classes of `Listener`, made
     without arguments. Each is called in a thread of its own; a sink that fails or hangs is reported once."""
     schedule: bool = True
-    """Whether the engines record what they executed when, in `schedule/`, for `torchtitan-rl replay RUN`. Engines with
-    `generator.max_adapters` do not."""
+    """Whether the engines record what they executed when, in `schedule/`, for `torchtitan-rl replay RUN`."""
     timeline: bool = False
     """Whether every process records what it does when, for `torchtitan-rl timeline RUN`."""
     eval_completions: Annotated[int, Ge(0), Hint("use 0 for none")] = 64

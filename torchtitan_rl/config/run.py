@@ -154,7 +154,8 @@ class RoleConfig:
     trainer: TrainerConfig | None = None
     """Layout and microbatches of the role's mesh; for a critic, the optimizer too. None: the policy's, no adapters."""
     model: ModelConfig | None = None
-    """Model of the role; None: the policy's model, with the same initial weights."""
+    """Model of the role; None: the policy's model, with its weights as reinforcement starts, or the preference phase. A
+    reward model's `checkpoint` and a teacher need their own."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -121,7 +121,7 @@ def _check_own_teacher(algorithm: AlgorithmConfig, roles: RolesConfig, vocab_siz
         if every:
             raise ValueError(
                 f"algorithm.refresh_teacher_every={every}: no workflow asks an earlier version of the policy "
-                "to teach, so it has no effect; use workflows.self_distill, or 0"
+                "to teach, so it has no effect; use rollout.self_distill, or 0"
             )
         return
     if algorithm.temperature != 1.0:
