@@ -39,21 +39,22 @@ def to_datums(groups: list[RolloutGroup], config: AlgorithmConfig) -> list[Datum
             )
     estimate_advantages([group for group in groups if group.rollouts and not group.precomputed], config)
     sequences: list[_Sequence] = []
-    rollouts = [(index, group, i) for index, group in enumerate(groups) for i in range(len(group.rollouts))]
-    for number, (index, group, i) in enumerate(rollouts):
-        advantages = carried[index][i] if index in carried else group.advantages[i]
-        of_rollout = list(
-            _sequences(group.rollouts[i], advantages, credits_of(group.rollouts[i], config), index, number)
-        )
-        sequences += [sequence for sequence in of_rollout if sequence.has_credit] or of_rollout
+    batch_index = 0  # of a rollout among all of the batch
+    for group_index, group in enumerate(groups):
+        group_advantages = carried[group_index] if group_index in carried else group.advantages
+        for position, rollout in enumerate(group.rollouts):
+            credits = credits_of(rollout, config)
+            parts = list(_sequences(rollout, group_advantages[position], credits, group_index, batch_index))
+            sequences += [sequence for sequence in parts if sequence.has_credit] or parts
+            batch_index += 1
     masks = [torch.tensor(sequence.mask[1:]) for sequence in sequences]
     weights = config.reduction(masks, [sequence.group for sequence in sequences])
     data = [s.datum(mask_T, weight_T) for s, mask_T, weight_T in zip(sequences, masks, weights, strict=True)]
+    turns_of_data = [(sequence.name, sequence.turns) for sequence in sequences]
     if any(turn.soft_targets is not None for turn in turns):
-        data = with_soft_targets(data, [(sequence.name, sequence.turns) for sequence in sequences])
+        data = with_soft_targets(data, turns_of_data)
     if config.expert_routing != "own":
-        of_data = [(sequence.name, sequence.turns) for sequence in sequences]
-        data = with_routing(data, of_data, replayed=config.expert_routing == "replay")
+        data = with_routing(data, turns_of_data, replayed=config.expert_routing == "replay")
     return data
 
 
@@ -93,6 +94,8 @@ class _Sequence:
         """The sequence with its loss mask and token weights. Position t predicts token t + 1, so `mask_T` and all other
         loss inputs begin with the second token."""
         tokens = torch.tensor(self.tokens)
+        firsts = [position - 1 for position, _ in self.turns]  # targets begin with the second token
+        turns = [turn for _, turn in self.turns]
         return Datum(
             tokens=tokens[:-1],
             target_tokens=tokens[1:],
@@ -104,7 +107,10 @@ class _Sequence:
             },
             group=self.group,
             rollout=self.rollout,
-            turns=[(i, at - 1, len(t.completion.tokens)) for i, (at, t) in enumerate(self.turns, self.first_turn)],
+            turns=[
+                (index, first, len(turn.completion.tokens))
+                for index, (first, turn) in enumerate(zip(firsts, turns, strict=True), self.first_turn)
+            ],
         )
 
 

@@ -54,22 +54,9 @@ def with_kl_reward(data: list[Datum], config: AlgorithmConfig) -> list[Datum]:
     """
     if not config.kl_coef or config.kl_in != "reward":
         return data
-    return [
-        dataclasses.replace(
-            datum,
-            loss_inputs={
-                **datum.loss_inputs,
-                "advantages": penalized(
-                    datum.loss_inputs["advantages"],
-                    datum.loss_inputs["loss_mask"],
-                    datum.loss_inputs["sampling_logprobs"],
-                    datum.loss_inputs["reference_logprobs"],
-                    coef=config.kl_coef,
-                ),
-            },
-        )
-        for datum in data
-    ]
+    columns = ("advantages", "loss_mask", "sampling_logprobs", "reference_logprobs")
+    advantages = [penalized(*(datum.loss_inputs[name] for name in columns), coef=config.kl_coef) for datum in data]
+    return with_inputs(data, advantages=advantages)
 
 
 def with_kept_weights(data: list[Datum], config: AlgorithmConfig) -> list[Datum]:
@@ -84,16 +71,16 @@ def with_kept_weights(data: list[Datum], config: AlgorithmConfig) -> list[Datum]
     correction = partial(config.correction_fn, **config.correction_config)
     masks: list[torch.Tensor] = []
     for datum in data:
-        alone = torch.zeros(len(datum), dtype=torch.long)
+        datum_index_T = torch.zeros(len(datum), dtype=torch.long)  # it stands alone
         tensors = dict(datum.loss_inputs)  # a correction that reads `position` adds a tensor
-        factor_T, _ = correction(LossInputs(datum=alone, num_datums=1, tensors=tensors, turns=[datum.turns]))
+        factor_T, _ = correction(LossInputs(datum=datum_index_T, num_datums=1, tensors=tensors, turns=[datum.turns]))
         masks.append(torch.where(factor_T > 0, datum.loss_inputs["loss_mask"], 0.0))
     weights = [torch.zeros_like(mask) for mask in masks]
     # A sequence that had no trained token before the correction counts as it does without one.
-    left = [i for i, mask in enumerate(masks) if mask.any() or not data[i].loss_inputs["loss_mask"].any()]
-    if left:
-        reduced = config.reduction([masks[i] for i in left], [data[i].group for i in left])
-        for i, weights_T in zip(left, reduced, strict=True):
+    kept = [i for i, mask in enumerate(masks) if mask.any() or not data[i].loss_inputs["loss_mask"].any()]
+    if kept:
+        reduced = config.reduction([masks[i] for i in kept], [data[i].group for i in kept])
+        for i, weights_T in zip(kept, reduced, strict=True):
             weights[i] = weights_T
     return with_inputs(data, token_weights=weights)
 

@@ -31,6 +31,7 @@ __all__ = ["PackedDocuments", "PackedSDPA", "SharedKeys", "attend", "needs_whole
 adapters.adapt_torchtitan()
 
 _MAX_PADDING = 1.25  # a bucket's longest document may be this much longer than its shortest, plus 8 tokens
+_NO_PROMPT = (0, 0)
 _QUERIES_AT_ONCE = 512  # `attend` holds the scores of so many queries of every document
 
 
@@ -67,23 +68,27 @@ class PackedDocuments(NamedTuple):
         """`lengths`: tokens of each document, in packed order. `shared`: how many tokens of each document are packed in
         another one, the last before it that has 0 here; None: every document has 0."""
         documents = torch.arange(sum(lengths)).split(lengths)
-        if shared is None:
-            buckets = _buckets(list(documents))
-            to_dense, to_packed = _indices(buckets)
-            sizes = tuple((len(members), len(members[-1])) for members in buckets)
-            return cls(_sent(to_dense, device), _sent(to_packed, device), sizes, tuple(lengths))
-        after: dict[tuple[int, int], list[torch.Tensor]] = {}  # documents by the prompt in front of them
-        first = 0
-        for document, size in zip(documents, shared, strict=True):
-            first = first if size else int(document[0])
-            after.setdefault((first, size) if size else (0, 0), []).append(document)
-        by_prompt = [(prompt, members) for prompt in after for members in _buckets(after[prompt])]
-        prompts, buckets = tuple(prompt for prompt, _ in by_prompt), [members for _, members in by_prompt]
+        by_prompt = {_NO_PROMPT: list(documents)} if shared is None else _by_prompt(documents, shared)
+        pairs = [(prompt, bucket) for prompt, members in by_prompt.items() for bucket in _buckets(members)]
+        prompts, buckets = tuple(prompt for prompt, _ in pairs), [bucket for _, bucket in pairs]
         to_dense, to_packed = _indices(buckets)
-        to_dense_K, to_key_T = _indices(buckets, prompts)
-        keys = SharedKeys(_sent(to_dense_K, device), _sent(to_key_T, device), prompts)
-        sizes = tuple((len(members), len(members[-1])) for members in buckets)
+        keys = None
+        if shared is not None:
+            to_dense_K, to_key_T = _indices(buckets, prompts)
+            keys = SharedKeys(_sent(to_dense_K, device), _sent(to_key_T, device), prompts)
+        sizes = tuple((len(bucket), len(bucket[-1])) for bucket in buckets)
         return cls(_sent(to_dense, device), _sent(to_packed, device), sizes, tuple(lengths), keys)
+
+
+def _by_prompt(documents: Sequence[torch.Tensor], shared: list[int]) -> dict[tuple[int, int], list[torch.Tensor]]:
+    """Documents by the prompt in front of them: (its first packed token, its tokens)."""
+    by_prompt: dict[tuple[int, int], list[torch.Tensor]] = {}
+    owner_start = 0  # of the last document that is packed whole
+    for document, size in zip(documents, shared, strict=True):
+        if not size:
+            owner_start = int(document[0])
+        by_prompt.setdefault((owner_start, size) if size else _NO_PROMPT, []).append(document)
+    return by_prompt
 
 
 def _sent(indices: torch.Tensor, device: torch.device | str) -> torch.Tensor:

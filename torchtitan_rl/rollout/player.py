@@ -60,24 +60,21 @@ class Rollouts:
         config = self.config.algorithm
         policy, workflow = self.policy(config.temperature), self.workflow(self.family)
         policy.for_training = True
-        extended = config.workflow is not None or config.after_rewards is not None
-        if extended and config.asks_teacher:
+        has_hooks = config.workflow is not None or config.after_rewards is not None
+        if has_hooks and config.asks_teacher:
             policy.teacher_version = await self.weights.teacher()
         failures = self.failures
-        oldest, restored = self.generator.policy_version, list[RolloutGroup]()
+        newest, restored = self.generator.policy_version, list[RolloutGroup]()
         groups = (running("play rollouts", self._play_draw(draw, workflow, policy, restored)) for draw in draws)
         played: list = await asyncio.gather(*groups, return_exceptions=failures is not None)
         if failures is not None:
             played = failures.complete(played, counts)
-        for hook in config.hooks if extended else ():
+        for hook in config.hooks if has_hooks else ():
             await asyncio.gather(*(hook(group, policy) for group in played))
         if config.trajectory_grouping_hook is None and all(map(_is_plain, played)):
             return played
         rollouts = [rollout for group in played for rollout in group.rollouts]
-        # With a lag a publication may fall into a batch's play, and restored groups were played before earlier ones.
-        turns = (turn for group in restored for rollout in group.rollouts for turn in rollout.turns)
-        oldest = min([oldest, *(version for turn in turns for version in turn.completion.policy_versions)])
-        return form_groups(rollouts, config, counts, policy_version=oldest)
+        return form_groups(rollouts, config, counts, policy_version=_oldest_version(restored, newest))
 
     async def _play_draw(
         self, draw: Draw, workflow: Callable, policy: Policy, restored: list[RolloutGroup]
@@ -144,6 +141,13 @@ class Rollouts:
         ValueError as `pair_tokens` does."""
         policy = self.policy(1.0)
         return [sequence for task in tasks for sequence in pair_tokens(task, policy)]
+
+
+def _oldest_version(restored: list[RolloutGroup], newest: int) -> int:
+    """The oldest policy version that a token of a batch may have: `newest`, the one that served when its play began,
+    or an older one of a group that was restored."""
+    turns = (turn for group in restored for rollout in group.rollouts for turn in rollout.turns)
+    return min([newest, *(version for turn in turns for version in turn.completion.policy_versions)])
 
 
 async def _with_baseline(

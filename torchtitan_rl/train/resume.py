@@ -127,12 +127,13 @@ def _candidates(checkpoints: Path) -> list[Path]:
 def _compared(saved: Path, config: RunConfig, forked: dict[str, tuple[Any, Any]]) -> list[str]:
     """The harmless changes of the config, as notes. Raises ValueError for the others. `forked` are the changes of a
     fork that goes on from its parent's checkpoint: dotted path -> (the parent's value, the fork's)."""
-    now = json.loads(json.dumps(resolved(settled(config))))
-    changed = differences(json.loads((saved / checkpoint.RUN_CONFIG).read_text()), now)
-    values = dict(leaves(now))
-    changed |= {path: (of_fork, values.get(path)) for path, (_, of_fork) in forked.items()}
-    changed = {path: (before, value) for path, (before, value) in changed.items() if before != value}
-    texts = {path: f"{path}: was {before!r}, is {now!r}" for path, (before, now) in changed.items()}
+    current = json.loads(json.dumps(resolved(settled(config))))
+    changed = differences(json.loads((saved / checkpoint.RUN_CONFIG).read_text()), current)
+    values = dict(leaves(current))
+    # A field that the fork changes is compared with the fork's value, not with its parent's.
+    changed |= {path: (fork_value, values.get(path)) for path, (_, fork_value) in forked.items()}
+    changed = {path: (before, after) for path, (before, after) in changed.items() if before != after}
+    texts = {path: f"{path}: was {before!r}, is {after!r}" for path, (before, after) in changed.items()}
     if harmful := [text for path, text in texts.items() if not is_harmless(path)]:
         more = f" and {len(harmful) - 3} more" if len(harmful) > 3 else ""
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Sessions: what the policy was given and said, turn by turn, as the very tokens.
+"""Sessions: prompts and completions of one agent, turn by turn, as tokens.
 
 A request gives a whole conversation as messages. A session recognises what the policy said before, and makes the next
 prompt from the tokens of that turn: its prompt, what was sampled, and what the chat template puts behind. Requests that
@@ -133,16 +133,14 @@ class Session:
             self.counts["ignored"] = 0
         self.reward: tuple[float, dict[str, float]] | None = None
         self.ended_by = ""
-        """The limit at which the session stands: `turns` or `tokens`; empty again once a completion that was asked for
-        after a refused one was given."""
+        """The limit that refused the newest request: `turns` or `tokens`. Empty again once a later request is
+        answered."""
         self.failure: SamplingFailed | None = None
         self.fault = ""
         """Why no reward of this session can count."""
         self.closed = False
         self._rate, self._places = Rate(limits.requests_per_s), places or Places(limits.max_parallel)
         self._num_requested = self._num_in_flight = self._num_tokens = 0
-        self._num_lost = 0
-        """Completions that were asked for and that no client got: they use up no turn."""
         self._limit_at = 0
         """The completions that had been asked for when `ended_by` was set."""
         self._began = time.perf_counter()
@@ -230,7 +228,7 @@ class Session:
         self.counts["drift"] += sum(prompt.num_drifted for prompt in prompts)
         n = (request.n or 1) * len(prompts)
         self._admit(n)
-        params = []
+        requests: list[tuple[Prompt, SamplingParams]] = []
         for prompt in prompts:
             room = self.context_tokens - len(prompt.tokens)
             if room < 1:
@@ -242,16 +240,17 @@ class Session:
                     "context_length_exceeded",
                 )
             self._check_ids(request.stop_token_ids or [], "stop_token_ids")
-            drawn = sampling_params(
+            params = sampling_params(
                 request, self.policy, prompt.stop_token_ids, room, prompt.structure.tag, own=self.seed is None
             )
-            params += [(prompt, _nth(drawn, index)) for index in range(request.n or 1)]
-        num_tokens = sum(len(prompt.tokens) + drawn.max_tokens for prompt, drawn in params)
+            requests += [(prompt, _nth(params, index)) for index in range(request.n or 1)]
+        num_tokens = sum(len(prompt.tokens) + params.max_tokens for prompt, params in requests)
         self._places.take(n, num_tokens)
         first, self._num_requested = self._num_requested, self._num_requested + n
         self._num_in_flight += n
         calls = [
-            asyncio.ensure_future(self._complete(*drawn, first + i, request.stops)) for i, drawn in enumerate(params)
+            asyncio.ensure_future(self._complete(prompt, params, first + i, request.stops))
+            for i, (prompt, params) in enumerate(requests)
         ]
         try:
             with self._spans.away():
