@@ -108,11 +108,11 @@ def _merge_in_the_order_of_the_ranks(answers: list, ranks: list[list[list[int]]]
 
 
 async def _leave_and_release_nothing(self: MeshSamplingClient, role: str, hurry: Any = None) -> None:
-    index = next(index for index in self._healthy_indices if self._replicas[index].mesh.role == role)
-    if len(self._healthy_indices) == 1:
+    index = next(index for index in self._serving_indices if self._replicas[index].mesh.role == role)
+    if len(self._serving_indices) == 1:
         raise RuntimeError(f"{role}: is the only healthy replica; it stays")
     self._left.add(index)
-    self._healthy_indices = self._serving()
+    self._serving_indices = self._eligible()
     self._replicas[index].lost = "has left"
 
 

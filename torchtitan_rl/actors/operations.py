@@ -28,7 +28,7 @@ __all__ = [
     "WorkerProcess",
     "needed_parts",
     "needs",
-    "parts_of",
+    "device_parts",
 ]
 
 TRAINER_PARTS = ("model", "gradients", "optimizer")
@@ -239,7 +239,7 @@ class WorkerProcess(Protocol):
         """Builds the rank."""
 
 
-def parts_of(role: str) -> tuple[str, ...]:
+def device_parts(role: str) -> tuple[str, ...]:
     """The parts that a role holds on the device."""
     if role == "generator":
         return GENERATOR_PARTS

@@ -10,7 +10,7 @@ import torch
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.types import Datum, RolloutGroup
 
-__all__ = ["with_inputs", "without_inputs", "minibatches", "parts_of", "tasks_of"]
+__all__ = ["with_inputs", "without_inputs", "minibatches", "minibatch_groups", "tasks_of"]
 
 
 def with_inputs(data: list[Datum], **columns: list[torch.Tensor]) -> list[Datum]:
@@ -38,15 +38,15 @@ def tasks_of(groups: list[RolloutGroup]) -> list[str]:
     return [group.rollouts[0].group or group.id if group.rollouts else group.id for group in groups]
 
 
-def parts_of(tasks: list[str], config: AlgorithmConfig) -> list[list[int]]:
+def minibatch_groups(tasks: list[str], config: AlgorithmConfig) -> list[list[int]]:
     """The groups of each minibatch, by index: those of `tasks_per_minibatch` tasks, the last with what is left; 0 is
     all. `tasks` names the task of each group. Tasks are in the order of their first groups."""
-    of_task: dict[str, list[int]] = {}
+    groups_by_task: dict[str, list[int]] = {}
     for index, task in enumerate(tasks):
-        of_task.setdefault(task, []).append(index)
-    whole = list(of_task.values())
-    size = config.tasks_per_minibatch or max(1, len(whole))
-    return [sorted(itertools.chain(*whole[start : start + size])) for start in range(0, len(whole), size)]
+        groups_by_task.setdefault(task, []).append(index)
+    task_groups = list(groups_by_task.values())
+    size = config.tasks_per_minibatch or max(1, len(task_groups))
+    return [sorted(itertools.chain(*task_groups[start : start + size])) for start in range(0, len(task_groups), size)]
 
 
 def minibatches(
@@ -57,8 +57,8 @@ def minibatches(
     `reduction` computes the token weights of each minibatch anew."""
     present, parts = sorted({datum.group for datum in data}), []
     tasks = [str(index) for index in present] if groups is None else tasks_of([groups[index] for index in present])
-    for of_part in parts_of(tasks, config):
-        chosen = {present[i] for i in of_part}
+    for group_indices in minibatch_groups(tasks, config):
+        chosen = {present[i] for i in group_indices}
         part = [datum for datum in data if datum.group in chosen]
         weights = config.reduction([d.loss_inputs["loss_mask"] for d in part], [d.group for d in part])
         parts.append(with_inputs(part, token_weights=weights))

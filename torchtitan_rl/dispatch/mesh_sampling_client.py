@@ -77,17 +77,17 @@ class MeshSamplingClient(SamplingClient):
         """The replicas that have left. The next one that joins takes the index of one of them."""
         self._progress = asyncio.Event()
         """Set when a leaving replica has answered a request, or is lost."""
-        self._healthy_indices = list(range(len(replicas)))
+        self._serving_indices = list(range(len(replicas)))
         """The replicas that get requests: they are not lost and do not leave. The list is replaced when that changes:
         the router looks at the replicas again only when it gets another list."""
         self._repairing: set[int] = set()
         self._num_starting = 0
         """The blocks of `starting` under way."""
-        self._came = asyncio.Event()
+        self._replica_arrived = asyncio.Event()
         """Set when a replica has been replaced or has joined, or is not expected any more."""
         self._no_repair = ""
         """Why no replica is replaced any more; empty while replacements are possible."""
-        self._probed = False
+        self._is_probing = False
         self._pending: dict[int | None, _Batch] = defaultdict(list)
         """The requests of this iteration of the event loop, by the version they are pinned to."""
         self._waiting: list[tuple[_Batch, int | None]] = []
@@ -118,7 +118,7 @@ class MeshSamplingClient(SamplingClient):
 
     def serving(self) -> list[str]:
         """Roles of the replicas that get requests."""
-        return [self._replicas[index].mesh.role for index in self._healthy_indices]
+        return [self._replicas[index].mesh.role for index in self._serving_indices]
 
     @property
     def num_restarts(self) -> int:
@@ -126,7 +126,7 @@ class MeshSamplingClient(SamplingClient):
         return 0 if self._repair is None else self._repair.num_restarts
 
     def in_flight(self) -> list[int]:
-        return [replica.unanswered * (replica.lost is None) for replica in self._members()]
+        return [0 if replica.lost else replica.unanswered for replica in self._members()]
 
     def stalls(self) -> list[float]:
         return [replica.stall_s for replica in self._members()]
@@ -147,14 +147,14 @@ class MeshSamplingClient(SamplingClient):
         await replica.mesh.call_rank(rank, GeneratorOperations.profile, file)
 
     async def weights(self) -> dict[str, torch.Tensor]:
-        return (await self._replicas[self._healthy()[0]].mesh.call_each(GeneratorOperations.weights))[0]
+        return (await self._replicas[self._require_serving()[0]].mesh.call_each(GeneratorOperations.weights))[0]
 
     # Versions.
 
     async def pull(self, version: int) -> None:
         if self._closed:
             raise RuntimeError(_CLOSED)
-        if self._repair is not None and not self._probed:
+        if self._repair is not None and not self._is_probing:
             self._begin_probing(self._repair)
         async with self._turn(GeneratorOperations.load):
             previous, self._versions.served = self._versions.served, version
@@ -171,7 +171,7 @@ class MeshSamplingClient(SamplingClient):
         await self._on_all(lambda replica: replica.load_hf(directory, version))
 
     async def _on_all(self, call: Callable[[Replica], Coroutine]) -> None:
-        indices = {*await self._some_healthy(), *self._leaving}
+        indices = {*await self._some_serving(), *self._leaving}
         replicas = [self._replicas[index] for index in sorted(indices)]  # meanwhile another may take the place of one
         results = await asyncio.gather(*map(call, replicas), return_exceptions=True)
         loaded = any(result is None for result in results)
@@ -183,7 +183,7 @@ class MeshSamplingClient(SamplingClient):
         for result in results:
             if isinstance(result, BaseException) and not isinstance(result, ReplicaLost):
                 raise result
-        await self._some_healthy()
+        await self._some_serving()
 
     # Requests.
 
@@ -219,7 +219,7 @@ class MeshSamplingClient(SamplingClient):
             self._waiting.append((batch, version))
             return
         try:
-            healthy = self._healthy()
+            healthy = self._require_serving()
         except RuntimeError as error:
             return _fail(batch, error)
         shares = self._route(batch, version, healthy) if self._routes is None else _as_recorded(self._routes, batch)
@@ -252,8 +252,12 @@ class MeshSamplingClient(SamplingClient):
                 async for answers in replica.sample(requests, version, self._timeout_s):
                     for position, answer in answers:
                         future = batch[position][1]
-                        if not future.done():
-                            (future.set_exception if isinstance(answer, ValueError) else future.set_result)(answer)
+                        if future.done():
+                            continue
+                        if isinstance(answer, ValueError):
+                            future.set_exception(answer)
+                        else:
+                            future.set_result(answer)
                     unanswered -= len(answers)
                     self._finished(index, len(answers), version)
         except ReplicaLost as error:
@@ -305,7 +309,7 @@ class MeshSamplingClient(SamplingClient):
             yield
         finally:
             self._num_starting -= 1
-            self._note_serving()
+            self._update_serving()
             self._send_waiting()
 
     async def join(self, mesh: RoleMesh) -> None:
@@ -327,9 +331,9 @@ class MeshSamplingClient(SamplingClient):
             self._replicas[index] = replica
         else:
             self._replicas.append(replica)
-            if self._probed and self._repair is not None:
+            if self._is_probing and self._repair is not None:
                 self._start(self._repair.probe(partial(self._current, index), self._lose))
-        self._note_serving()
+        self._update_serving()
         self._send_waiting()
 
     async def leave(self, role: str, hurry: asyncio.Event | None = None) -> None:
@@ -337,26 +341,26 @@ class MeshSamplingClient(SamplingClient):
         it has. Until then it loads what is published, as the others do. Once `hurry` is set, it has left at once, and
         others answer the rest. Raises RuntimeError for one that gets no requests, and where no other one does, also
         where the others are lost before it has left: it stays, and gets requests again."""
-        indices = [index for index in self._healthy_indices if self._replicas[index].mesh.role == role]
+        indices = [index for index in self._serving_indices if self._replicas[index].mesh.role == role]
         if not indices:
             raise RuntimeError(f"{role}: gets no requests, it leaves or is lost; look at `torchtitan-rl view`")
         (index,) = indices
-        if len(self._healthy_indices) == 1:
+        if len(self._serving_indices) == 1:
             raise RuntimeError(f"{role}: is the only healthy replica; it stays")
         replica = self._replicas[index]
         self._leaving.add(index)
-        self._note_serving()
+        self._update_serving()
         hurried = None if hurry is None else asyncio.ensure_future(hurry.wait())
         if hurried is not None:
             hurried.add_done_callback(lambda _: self._progress.set())
         try:
             while replica.lost is None:
-                num_unanswered, must = self._router.loads[index], hurry is not None and hurry.is_set()
-                if index in self._healthy_indices and not must:
+                num_unanswered, leaves_now = self._router.loads[index], hurry is not None and hurry.is_set()
+                if index in self._serving_indices and not leaves_now:
                     raise RuntimeError(f"{role}: is the only healthy replica by now; it stays")
                 if not num_unanswered:
                     break
-                if must:
+                if leaves_now:
                     logger.warning("%s: leaves now; other replicas answer its last %d requests", role, num_unanswered)
                     replica.lost = "has left before it had answered"
                     self._start(self._abandon(replica))
@@ -365,42 +369,42 @@ class MeshSamplingClient(SamplingClient):
                 await self._progress.wait()
         finally:
             self._leaving.discard(index)
-            self._note_serving()  # once more, if it stays, or if this call is given up
+            self._update_serving()  # once more, if it stays, or if this call is given up
             if hurried is not None:
                 hurried.cancel()
         self._left.add(index)
-        self._note_serving()
+        self._update_serving()
         if replica.lost is None:
             replica.lost = "has left"
             await replica.release()
 
     # Replicas that are lost, and their replacement.
 
-    async def _some_healthy(self) -> list[int]:
-        """`_healthy()`, once a replica has come where all are lost and one is expected."""
+    async def _some_serving(self) -> list[int]:
+        """`_require_serving()`, once a replica has come where all are lost and one is expected."""
         while self._expects_replica():
-            self._came.clear()
+            self._replica_arrived.clear()
             with span("wait for a replacement"):
-                await self._came.wait()
-        return self._healthy()
+                await self._replica_arrived.wait()
+        return self._require_serving()
 
     def _expects_replica(self) -> bool:
         """Whether no replica is left, and one is being replaced or is to join."""
-        return not (self._healthy_indices or self._no_repair) and bool(self._repairing or self._num_starting)
+        return not (self._serving_indices or self._no_repair) and bool(self._repairing or self._num_starting)
 
     def _send_waiting(self) -> None:
         """Sends what waits for a replica, or fails it where none is expected any more."""
-        self._came.set()
+        self._replica_arrived.set()
         waiting, self._waiting = self._waiting, []
         for batch, version in waiting:
             self._dispatch(batch, version)
 
-    def _healthy(self) -> list[int]:
+    def _require_serving(self) -> list[int]:
         """Indices of the replicas that are not lost; the same list while none is lost or replaced. Raises RuntimeError
         when all are lost, and when lost replicas are not replaced any more."""
-        if self._no_repair or not self._healthy_indices:
+        if self._no_repair or not self._serving_indices:
             raise RuntimeError(self._no_repair or self._all_lost())
-        return self._healthy_indices
+        return self._serving_indices
 
     def _all_lost(self) -> str:
         reasons = "; ".join(f"{role}: {reason}" for role, reason in self.health().items())
@@ -408,16 +412,16 @@ class MeshSamplingClient(SamplingClient):
 
     def _begin_probing(self, repair: Repair) -> None:
         """Begins to ask every replica for signs of life."""
-        self._probed = True
+        self._is_probing = True
         for index in range(len(self._replicas)):
             self._start(repair.probe(partial(self._current, index), self._lose))
 
-    def _note_serving(self) -> None:
+    def _update_serving(self) -> None:
         """Notes which replicas get requests, and wakes those that leave: one of them may have to stay."""
-        self._healthy_indices = self._serving()
+        self._serving_indices = self._eligible()
         self._progress.set()
 
-    def _serving(self) -> list[int]:
+    def _eligible(self) -> list[int]:
         """The replicas that get requests: the healthy ones that do not leave. Where none stays and none is expected,
         those that leave do."""
         healthy = [i for i, replica in enumerate(self._replicas) if replica.lost is None and i not in self._left]
@@ -436,9 +440,9 @@ class MeshSamplingClient(SamplingClient):
         repair = None if index in self._leaving else self._repair
         if repair is not None:
             self._repairing.add(index)
-        self._note_serving()
+        self._update_serving()
         event = {"event": "replica_lost", "who": replica.mesh.role}
-        logger.warning("a generator replica is lost, %d left: %s", len(self._healthy_indices), error, extra=event)
+        logger.warning("a generator replica is lost, %d left: %s", len(self._serving_indices), error, extra=event)
         self._start(self._abandon(replica) if repair is None else self._replace(index, repair))
 
     async def _abandon(self, replica: Replica) -> None:
@@ -463,7 +467,7 @@ class MeshSamplingClient(SamplingClient):
             logger.exception("%s: is not replaced", lost.mesh.role)
         finally:
             self._repairing.discard(index)
-            self._note_serving()
+            self._update_serving()
             self._send_waiting()
 
 

@@ -13,7 +13,13 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import asynccontextmanager
 
-from torchtitan_rl.actors.operations import GeneratorOperations, Operation, TrainerOperations, needed_parts, parts_of
+from torchtitan_rl.actors.operations import (
+    GeneratorOperations,
+    Operation,
+    TrainerOperations,
+    device_parts,
+    needed_parts,
+)
 from torchtitan_rl.config.run import COLOCATION
 from torchtitan_rl.dispatch.role_mesh import RoleMesh, WorkerLost
 
@@ -50,7 +56,7 @@ class Placement:
 
     def add(self, role: str, meshes: list[RoleMesh]) -> None:
         """Registers a role that has just started, with all its parts on the devices."""
-        parts = parts_of(role)
+        parts = device_parts(role)
         self._meshes[role], self._parts[role], self.on_device[role] = list(meshes), parts, set(parts)
 
     async def evict(self, role: str) -> None:

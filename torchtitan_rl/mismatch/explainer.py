@@ -16,7 +16,7 @@ from itertools import zip_longest
 
 import numpy as np
 
-from torchtitan_rl.algorithm.inputs import parts_of, tasks_of
+from torchtitan_rl.algorithm.inputs import minibatch_groups, tasks_of
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.launch.backend import Stack
 from torchtitan_rl.mismatch import gap
@@ -113,7 +113,7 @@ class MismatchExplainer:
     async def _begin(self, groups: list[RolloutGroup]) -> _Scoring | None:
         """Chooses rollouts of a batch that is about to train and has the generators score them meanwhile; None where no
         explanation is due."""
-        parts = parts_of(tasks_of(groups), self._algorithm)
+        parts = minibatch_groups(tasks_of(groups), self._algorithm)
         if not self._due(self._state.step, self._algorithm.num_epochs * len(parts)):
             return None
         if not (chosen := await running("explain the mismatch", self._chosen(groups))):
@@ -139,7 +139,7 @@ class MismatchExplainer:
     async def _chosen(self, groups: list[RolloutGroup]) -> dict[int, list[Sample]]:
         """Place of a rollout among all rollouts of the batch -> its samples. The rollouts are of the first minibatch,
         the first of each group before the second of any."""
-        first, candidates, start = parts_of(tasks_of(groups), self._algorithm)[0], [], 0
+        first, candidates, start = minibatch_groups(tasks_of(groups), self._algorithm)[0], [], 0
         for index, group in enumerate(groups):
             candidates.append(
                 [(start + i, rollout) for i, rollout in enumerate(group.rollouts)] if index in first else []
@@ -215,7 +215,7 @@ class MismatchExplainer:
         for place, of_rollout in chosen.items():
             add_trainer(of_rollout, [pair for pair in self._trained if pair[0].rollout == place])
         samples = [sample for of_rollout in chosen.values() for sample in of_rollout]
-        parts = gap.parts_of(samples, between="newest")
+        parts = gap.decomposed(samples, between="newest")
         served = self._generator.policy_version
         memory = [then for then in (self._first, *self._memory) if then is not None and then.version != served]
         noisy = "noise" in gap.parts_over_limit(parts, self._limits, keeps=self._keeps)

@@ -16,7 +16,7 @@ __all__ = [
     "LIMITS",
     "Sample",
     "Parts",
-    "parts_of",
+    "decomposed",
     "of_turns",
     "part_metrics",
     "parts_over_limit",
@@ -64,7 +64,7 @@ class Sample:
     trainer_N: np.ndarray = field(default_factory=lambda: unknown(0))
     """The trainer's newest weights."""
     between_N: np.ndarray = field(default_factory=lambda: unknown(0))
-    """A source with one half in common with either side: see `parts_of`."""
+    """A source with one half in common with either side: see `decomposed`."""
     sampled_N: np.ndarray = field(default_factory=lambda: unknown(0))
     """The generator, without a cache, under the version that sampled the token."""
     ended_N: np.ndarray = field(default_factory=lambda: unknown(0))
@@ -97,7 +97,7 @@ class Parts:
     kept_N: np.ndarray
 
 
-def parts_of(samples: list[Sample], *, between: str) -> Parts:
+def decomposed(samples: list[Sample], *, between: str) -> Parts:
     """The parts of each gap, trainer - reported.
 
     `between` says what `between_N` holds. `"newest"`, during a run: the generator under the trainer's newest version;

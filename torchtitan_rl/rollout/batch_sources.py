@@ -12,7 +12,7 @@ from torchtitan_rl.rollout.draws import Draw, Draws
 from torchtitan_rl.rollout.finished import FinishedGroups
 from torchtitan_rl.rollout.first_finished import FirstFinished, one_slot
 from torchtitan_rl.rollout.lagged_batches import LaggedBatches
-from torchtitan_rl.rollout.player import Rollouts
+from torchtitan_rl.rollout.player import RolloutPlayer
 from torchtitan_rl.tasks.curriculum import CurriculumSource
 from torchtitan_rl.types.run_state import RunState
 
@@ -20,7 +20,11 @@ __all__ = ["lagged_batches", "synchronous_batches"]
 
 
 def synchronous_batches(
-    config: RunConfig, rollouts: Rollouts, draws: Draws, state: RunState, admitted: Callable[[list[Draw], int], None]
+    config: RunConfig,
+    rollouts: RolloutPlayer,
+    draws: Draws,
+    state: RunState,
+    admitted: Callable[[list[Draw], int], None],
 ) -> BatchSource:
     """Batches that are played when the loop asks for them, by `algorithm.batch_source` or in the order of the slots,
     whose tasks a curriculum draws by what it counts. `admitted` is that of `BatchPlayer`."""
@@ -33,7 +37,7 @@ def synchronous_batches(
 
 def lagged_batches(
     config: RunConfig,
-    rollouts: Rollouts,
+    rollouts: RolloutPlayer,
     draws: Draws,
     state: RunState,
     admitted: Callable[[list[Draw], int], None],

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.record.tracing import span
 from torchtitan_rl.rollout.draws import Batch, Draw, Draws
-from torchtitan_rl.rollout.player import Rollouts
+from torchtitan_rl.rollout.player import RolloutPlayer
 from torchtitan_rl.rollout.resampling import fill_batch
 from torchtitan_rl.types import RolloutGroup
 from torchtitan_rl.types.run_state import RunState
@@ -43,7 +43,7 @@ class BatchPlayer:
     def __init__(
         self,
         config: AlgorithmConfig,
-        rollouts: Rollouts,
+        rollouts: RolloutPlayer,
         draws: Draws,
         admitted: Callable[[list[Draw], int], None],
         *,

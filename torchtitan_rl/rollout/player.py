@@ -24,10 +24,10 @@ from torchtitan_rl.rollout.reward_model import RewardModel
 from torchtitan_rl.tasks.family import TaskFamily
 from torchtitan_rl.types import RolloutGroup, Task
 
-__all__ = ["Rollouts"]
+__all__ = ["RolloutPlayer"]
 
 
-class Rollouts:
+class RolloutPlayer:
     """Plays tasks with the newest policy. `generator` samples; `weights` has the snapshot for self-distillation."""
 
     def __init__(

@@ -100,7 +100,7 @@ async def explain(path: Path, *, step: int | None = None, num_rollouts: int = 8,
             explanation = Explanation(
                 step=records[0]["step"],
                 samples=samples,
-                parts=gap.parts_of(samples, between="trainer"),
+                parts=gap.decomposed(samples, between="trainer"),
                 limits=gap.LIMITS[config.generator.dtype],
                 versions={version: str(checkpoints.get(version, "no checkpoint holds it")) for version in named},
             )
@@ -248,7 +248,7 @@ async def _score(explanation: Explanation, config: RunConfig, stack: Stack, chec
     for version in named:
         await _load(stack, checkpoints[version], version)
         await _score_under(version, samples, stack, rescorer)
-    explanation.parts = gap.parts_of(samples, between="trainer")
+    explanation.parts = gap.decomposed(samples, between="trainer")
     keeps = config.generator.on_update == "keep"
     broken = gap.parts_over_limit(explanation.parts, explanation.limits, keeps=keeps)
     search = CauseSearch(

@@ -20,7 +20,7 @@ from torchtitan_rl.algorithm.inputs import minibatches
 from torchtitan_rl.config.run import RunConfig, Split
 from torchtitan_rl.dispatch.policy_weights import PolicyWeights
 from torchtitan_rl.dispatch.training_client import TrainingClient
-from torchtitan_rl.launch.backend import Stack
+from torchtitan_rl.launch.backend import Backend, Stack
 from torchtitan_rl.launch.choice import backend_of
 from torchtitan_rl.mismatch.explainer import MismatchExplainer
 from torchtitan_rl.model.shape import resolve_shape
@@ -48,7 +48,7 @@ from torchtitan_rl.rollout.batches import BatchSource
 from torchtitan_rl.rollout.draws import Batch, Draw, Draws, NothingToTrainOn, admissions, ends
 from torchtitan_rl.rollout.lag import lag_metrics
 from torchtitan_rl.rollout.lagged_batches import LaggedBatches
-from torchtitan_rl.rollout.player import Rollouts
+from torchtitan_rl.rollout.player import RolloutPlayer
 from torchtitan_rl.rollout.reward_model import RewardModel
 from torchtitan_rl.serve.run_gateway import external_of, open_gateway
 from torchtitan_rl.train import listeners, resume, step_metrics
@@ -130,8 +130,8 @@ class Controller(AbstractAsyncContextManager):
             self.adaptive_kl = AdaptiveKL(config.algorithm, self.state)
         self.adaptive_entropy: AdaptiveEntropy | None = None
         if config.algorithm.entropy_control is not None:
-            first = config.algorithm.entropy_coef
-            self.adaptive_entropy = AdaptiveEntropy(config.algorithm.entropy_control, first, self.state)
+            initial_coef = config.algorithm.entropy_coef
+            self.adaptive_entropy = AdaptiveEntropy(config.algorithm.entropy_control, initial_coef, self.state)
         self.explainer: MismatchExplainer | None = None
         if record.explain_mismatch_every:
             self.explainer = MismatchExplainer(config, stack, self.state, recorder)
@@ -144,7 +144,7 @@ class Controller(AbstractAsyncContextManager):
             self.reward_model = RewardModel(self.roles["reward_model"], config.roles.reward_model)
         finished_groups = finished.FinishedGroups() if lagging else None
 
-        self.player = Rollouts(
+        self.player = RolloutPlayer(
             config,
             self.family,
             self.tokenizer,
@@ -223,11 +223,11 @@ class Controller(AbstractAsyncContextManager):
             external.check_sandbox(inputs.family)
         if hf_weights is None:
             await check_reward(config, inputs.family)
-        absolute = hosts is not None and hosts.attached
+        attached = hosts is not None and hosts.attached  # paths are absolute then: other hosts work elsewhere
         if recorded is None:
-            run_dir, resumption = resume.open_run(config, resume_from, absolute=absolute)
+            run_dir, resumption = resume.open_run(config, resume_from, absolute=attached)
         else:
-            run_dir, resumption = resume.open_copy(config, recorded.checkpoint, absolute=absolute)
+            run_dir, resumption = resume.open_copy(config, recorded.checkpoint, absolute=attached)
         recorder = listeners.recorder_of(
             config, run_dir, inputs.tokenizer.decode, progress, debugger=run_backend.in_this_process
         )
@@ -235,16 +235,11 @@ class Controller(AbstractAsyncContextManager):
             recorder.record(Note(text=note))
         schedules: Schedules | None = None
         if config.record.schedule and run_backend.has_engines and hf_weights is None:
-            directory = schedule_of(run_dir.path, run_dir.attempt).absolute()
-            patience_s = None if run_backend.in_this_process else config.controller.call_timeout_s
-            schedules = Schedules(directory=str(directory))
-            if recorded is not None:
-                schedules = recorded.schedules(directory, patience_s)
-        shares_cores = not (run_backend.in_this_process or absolute)
+            schedules = _schedules(config, run_dir, run_backend, recorded)
         launcher = run_backend.launcher(config, hosts, str(run_dir.path / "logs"), schedules)
         if schedules is not None:
-            here = environment(backend, shares_cores=shares_cores)
-            write_environment(Path(schedules.directory), here | {"after_load": schedules.after_load})
+            machine = environment(backend, shares_cores=not (run_backend.in_this_process or attached))
+            write_environment(Path(schedules.directory), machine | {"after_load": schedules.after_load})
         with recorder.span("starting trainer, generators and store", expected_s=15, shown=True):
             async with stopped_on_failure(launcher, run_dir, recorder):
                 stack = await start(config, inputs, launcher, run_dir.path / "model", hf_weights)
@@ -256,20 +251,26 @@ class Controller(AbstractAsyncContextManager):
                 recorder.record(GeneratorStarted(client=stack.generator))
                 controller.gateway = await open_gateway(config)
                 if state is not None:
-                    await resume.restore(resumption, config, state, stack.roles, controller.weights, controller.draws)
-                    if controller.lagged is not None:
-                        played = finished.read(checkpoint.finished_file(resumption.checkpoint))
-                        if recorded is not None and recorded.answers is not None:
-                            # The engines take the steps since the last load again, and what was asked in them is asked
-                            # again: also for groups and evaluations that had ended by the checkpoint.
-                            played = []
-                            state.make_due(["validation", *config.controller.eval_sets])
-                            stack.generator.answer_from(recorded.answers)
-                        for note in controller.lagged.resume(state.draws, played):
-                            recorder.record(Note(text=note))
+                    await controller._restore(resumption, recorded)
                 elif hf_weights is None:
                     await controller.publish()
         return controller
+
+    async def _restore(self, resumption: resume.Resumption, recorded: RecordedAttempt | None) -> None:
+        """Goes on from the checkpoint of `resumption`, whose state the controller has already. With a lag the groups
+        that had been played by then need not be played again, unless a replay asks its engines for all of them."""
+        await resume.restore(resumption, self.config, self.state, self.roles, self.weights, self.draws)
+        if self.lagged is None:
+            return
+        played = finished.read(checkpoint.finished_file(resumption.checkpoint))
+        if recorded is not None and recorded.answers is not None:
+            # The engines take the steps since the last load again, and what was asked in them is asked again: also for
+            # groups and evaluations that had ended by the checkpoint.
+            played = []
+            self.state.make_due(["validation", *self.config.controller.eval_sets])
+            self.generator.answer_from(recorded.answers)
+        for note in self.lagged.resume(self.state.draws, played):
+            self.recorder.record(Note(text=note))
 
     async def close(self) -> None:
         """Stops every process of the run."""
@@ -309,8 +310,8 @@ class Controller(AbstractAsyncContextManager):
             raise
 
     async def _train(self) -> dict[str, Evaluation]:
-        config, state, warm = self.config.controller, self.state, self.config.supervised.num_steps > 0
-        if state.phase in ("start-up", "supervised") and warm:
+        config, state, has_warm_start = self.config.controller, self.state, self.config.supervised.num_steps > 0
+        if state.phase in ("start-up", "supervised") and has_warm_start:
             await self.supervise()
         if state.phase != "reinforcement":
             if self.config.preference is not None:
@@ -318,13 +319,13 @@ class Controller(AbstractAsyncContextManager):
             state.phase, state.phase_step = "reinforcement", 0
             if config.checkpoint_every or self._until == 0:
                 await self.checkpoints.save()
-        if reason := self._reason_of_until():
+        if reason := self._until_reason():
             await self.checkpoints.require_written()
             raise Preempted(reason)
         if state.warm_start is None:
-            first = await self.evaluate("validation", pass_at_k=config.pass_at_k if warm else 0)
+            warm_start = await self.evaluate("validation", pass_at_k=config.pass_at_k if has_warm_start else 0)
             await self.evaluate_sets()
-            state.warm_start = first.summary_data()
+            state.warm_start = warm_start.summary_data()
         try:
             end_early(config, state, self.recorder)  # a run that is resumed may have ended
             await self.reinforce()
@@ -356,7 +357,7 @@ class Controller(AbstractAsyncContextManager):
             bad_step=partial(note_bad_step, self.run_dir, self.state, max_skipped=limit),
             between_steps=self._between_steps,
         )
-        await self._hand_on()
+        await self._distribute_policy()
 
     async def prefer(self) -> None:
         """Runs the preference phase. If the policy trains, evaluates it before, and afterwards gives its weights to the
@@ -379,9 +380,9 @@ class Controller(AbstractAsyncContextManager):
             between_steps=self._between_steps,
         )
         if of_policy:
-            await self._hand_on()
+            await self._distribute_policy()
 
-    async def _hand_on(self) -> None:
+    async def _distribute_policy(self) -> None:
         """Gives the policy's weights to the generators and to the roles that start from the policy."""
         await self.publish()
         if self.weights.teacher_version is not None:  # reinforcement starts from the new weights
@@ -424,7 +425,7 @@ class Controller(AbstractAsyncContextManager):
         num_steps, state.phase, state.phase_step = config.controller.num_steps, "reinforcement", state.step
         with recorder.span("reinforcement", total=num_steps, done=state.step) as phase:
             while state.step < num_steps:
-                first = state.step
+                previous_step = state.step
                 profile = nullcontext() if self.profiles is None else self.profiles.batch()
                 with recorder.span("step") as step, profile:
                     if self.overlap is not None:
@@ -437,7 +438,7 @@ class Controller(AbstractAsyncContextManager):
                     with recorder.span("sync") as sync:
                         await self.publish()
                     if config.roles.refresh_reference_every or config.algorithm.refresh_teacher_every:
-                        await self._refresh(first)
+                        await self._refresh(previous_step)
                 overlap = self.overlap is not None
                 line |= step_metrics.time_metrics(line, step.seconds, generate.seconds, sync.seconds, overlap=overlap)
                 if self.overlap is not None:
@@ -447,11 +448,11 @@ class Controller(AbstractAsyncContextManager):
                 if self.collapse is not None:
                     self.collapse.count(line)
                 self._record_batch(batch)
-                recorder.advance(phase, state.step - first, text=f"reward {line['reward/mean']:.3f}")
+                recorder.advance(phase, state.step - previous_step, text=f"reward {line['reward/mean']:.3f}")
                 if state.step < num_steps:
-                    if _passed(config.controller.eval_every, first, state.step):
+                    if _passed(config.controller.eval_every, previous_step, state.step):
                         await self.evaluate_all()
-                    await self._between_steps(first)
+                    await self._between_steps(previous_step)
 
     async def train_on(self, groups: list[RolloutGroup], sampled: list[RolloutGroup] | None = None) -> dict:
         """All optimizer steps of one batch: `num_epochs` passes over its minibatches. Returns the batch's metrics.
@@ -523,14 +524,14 @@ class Controller(AbstractAsyncContextManager):
     async def _between_steps(self, since: int) -> None:
         """Writes a checkpoint where one fell due after step `since` of the phase. Raises Preempted or the run's
         failure, after a checkpoint, where the run is to stop."""
-        reason = self.stop.reason() or self._reason_of_until()
+        reason = self.stop.reason() or self._until_reason()
         if reason or _passed(self.config.controller.checkpoint_every, since, self.state.phase_step):
             await self.checkpoints.save()
         if reason:
             await self.checkpoints.require_written()
             raise self.stop.failure or Preempted(reason)
 
-    def _reason_of_until(self) -> str:
+    def _until_reason(self) -> str:
         """Why the run stops at the step that `train` was asked for; empty before it."""
         reached = self.state.phase == "reinforcement" and self._until is not None and self.state.step >= self._until
         return f"it was to go on until step {self._until}" if reached else ""
@@ -565,7 +566,7 @@ class Controller(AbstractAsyncContextManager):
     async def evaluate(self, split: Split, *, num_tasks: int | None = None, pass_at_k: int = 0) -> Evaluation:
         """Greedy accuracy on a split, and with `pass_at_k` the chance that one of k samples is correct. The result is
         recorded."""
-        result = await self.evaluations.own(split, self.state.step, num_tasks=num_tasks, pass_at_k=pass_at_k)
+        result = await self.evaluations.evaluate_split(split, self.state.step, num_tasks=num_tasks, pass_at_k=pass_at_k)
         self._note_evaluations({split: result})
         return result
 
@@ -576,13 +577,13 @@ class Controller(AbstractAsyncContextManager):
             return Evaluation(**result)
         if name == "validation":
             return await self.evaluate("validation")
-        made = await self.evaluations.of_set(name, self.state.step)
-        self._note_evaluations({name: made})
-        return made
+        evaluation = await self.evaluations.evaluate_set(name, self.state.step)
+        self._note_evaluations({name: evaluation})
+        return evaluation
 
     async def evaluate_sets(self) -> dict[str, Evaluation]:
         """The evaluations of `controller.eval_sets`, by name. The results are recorded."""
-        results = await self.evaluations.sets(self.state.step)
+        results = await self.evaluations.evaluate_sets(self.state.step)
         self._note_evaluations(results)
         return results
 
@@ -597,6 +598,15 @@ class Controller(AbstractAsyncContextManager):
         path = await self.checkpoints.save(last=True)
         await self.checkpoints.require_written()
         return path
+
+
+def _schedules(config: RunConfig, run_dir: RunDir, run_backend: Backend, recorded: RecordedAttempt | None) -> Schedules:
+    """What the engines record of their schedules, and in a replay what they follow."""
+    directory = schedule_of(run_dir.path, run_dir.attempt).absolute()
+    if recorded is None:
+        return Schedules(directory=str(directory))
+    patience_s = None if run_backend.in_this_process else config.controller.call_timeout_s
+    return recorded.schedules(directory, patience_s)
 
 
 def _passed(every: int, since: int, step: int) -> bool:

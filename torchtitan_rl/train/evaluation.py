@@ -30,7 +30,7 @@ from torchtitan_rl.types import Rollout, RolloutGroup, Task
 from torchtitan_rl.types.completions import changes
 
 if TYPE_CHECKING:  # it imports Monarch, which a dry run does without
-    from torchtitan_rl.rollout.player import Rollouts
+    from torchtitan_rl.rollout.player import RolloutPlayer
 
 __all__ = ["Evaluation", "Evaluations", "eval_families", "evaluate", "look_at_data"]
 
@@ -252,14 +252,14 @@ class Evaluations:
         config: RunConfig,
         family: TaskFamily,
         families: dict[str, TaskFamily],
-        player: Rollouts,
+        player: RolloutPlayer,
         recorder: Recorder,
     ) -> None:
         """`families` has the task family of each of `controller.eval_sets`, by name."""
         self.config, self.family, self.families = config, family, families
         self.player, self.recorder = player, recorder
 
-    async def own(
+    async def evaluate_split(
         self, split: Split, step: int, *, num_tasks: int | None = None, pass_at_k: int = 0, version: int | None = None
     ) -> Evaluation:
         """Greedy accuracy on a split of the run's family after `step` steps, and with `pass_at_k` the chance that one
@@ -276,11 +276,11 @@ class Evaluations:
         )
         return await self._evaluate(self.family, self.family.name, eval_set, step, f"eval/{step}", version)
 
-    async def sets(self, step: int) -> dict[str, Evaluation]:
+    async def evaluate_sets(self, step: int) -> dict[str, Evaluation]:
         """The evaluations of `controller.eval_sets`, by name."""
-        return {name: await self.of_set(name, step) for name in self.config.controller.eval_sets}
+        return {name: await self.evaluate_set(name, step) for name in self.config.controller.eval_sets}
 
-    async def of_set(self, name: str, step: int, *, version: int | None = None) -> Evaluation:
+    async def evaluate_set(self, name: str, step: int, *, version: int | None = None) -> Evaluation:
         """The evaluation of one of `controller.eval_sets`. `version` samples; None: the newest."""
         eval_set = self.config.controller.eval_sets[name]
         return await self._evaluate(self.families[name], name, eval_set, step, f"eval/{step}/{name}", version)

@@ -86,9 +86,9 @@ class OverlappedEvaluations:
             for name in list(self._state.evaluations_due):
                 own = name == "validation"
                 result = await (
-                    self._evaluations.own("validation", step, version=version)
+                    self._evaluations.evaluate_split("validation", step, version=version)
                     if own
-                    else self._evaluations.of_set(name, step, version=version)
+                    else self._evaluations.evaluate_set(name, step, version=version)
                 )
                 # No `await` between the line of the result and this: a checkpoint has both or neither.
                 self._state.note_evaluation(name, step, result.summary_data())

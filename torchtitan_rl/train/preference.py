@@ -18,7 +18,7 @@ from torchtitan_rl.config.preference import PreferenceConfig
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.record.recorder import Metrics, Recorder
-from torchtitan_rl.rollout.player import Rollouts
+from torchtitan_rl.rollout.player import RolloutPlayer
 from torchtitan_rl.tasks.family import TaskFamily, source_of
 from torchtitan_rl.train.role_step import RoleStep
 from torchtitan_rl.train.step import count_bad, lr_factor, with_seconds_since
@@ -78,7 +78,7 @@ class PairTrainer:
 async def prefer(
     config: RunConfig,
     family: TaskFamily,
-    player: Rollouts,
+    player: RolloutPlayer,
     trainer: PairTrainer,
     state: RunState,
     recorder: Recorder,
@@ -141,7 +141,7 @@ async def prefer(
     await client.reset_optimizer()
 
 
-async def _validation_metrics(trainer: PairTrainer, family: TaskFamily, player: Rollouts) -> dict[str, float]:
+async def _validation_metrics(trainer: PairTrainer, family: TaskFamily, player: RolloutPlayer) -> dict[str, float]:
     """Loss and accuracy on the first pairs of the validation split, which never train."""
     size, num_pairs = family.num_tasks("validation"), trainer.config.eval_pairs
     tasks = [family.task("validation", index) for index in range(num_pairs if size is None else min(size, num_pairs))]

@@ -9,7 +9,7 @@ from torchtitan_rl.algorithm.losses import cross_entropy
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.record.recorder import Metrics, Recorder
-from torchtitan_rl.rollout.player import Rollouts
+from torchtitan_rl.rollout.player import RolloutPlayer
 from torchtitan_rl.tasks.family import TaskFamily, source_of
 from torchtitan_rl.train.role_step import RoleStep
 from torchtitan_rl.train.step import count_bad, lr_factor, with_seconds_since
@@ -23,7 +23,7 @@ __all__ = ["supervise"]
 async def supervise(
     config: RunConfig,
     family: TaskFamily,
-    player: Rollouts,
+    player: RolloutPlayer,
     trainer: TrainingClient,
     state: RunState,
     recorder: Recorder,

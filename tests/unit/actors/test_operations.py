@@ -10,8 +10,8 @@ from torchtitan_rl.actors.operations import (
     GeneratorOperations,
     TrainerOperations,
     WorkerProcess,
+    device_parts,
     needed_parts,
-    parts_of,
 )
 from torchtitan_rl.actors.trainer import PolicyTrainer
 from torchtitan_rl.model.residency import Part
@@ -76,10 +76,10 @@ async def test_a_method_of_the_rank_checks_its_own_operation(trainer_rank):
 
 
 def test_every_part_that_is_needed_is_one_that_some_role_holds():
-    held = {part for role in ("policy", "generator") for part in parts_of(role)}
+    held = {part for role in ("policy", "generator") for part in device_parts(role)}
     every = operations(TrainerOperations) | operations(GeneratorOperations)
     assert {part for operation in every.values() for part in needed_parts(operation)} == held
-    assert parts_of("teacher") == ("model",) and parts_of("critic") == TRAINER_PARTS
+    assert device_parts("teacher") == ("model",) and device_parts("critic") == TRAINER_PARTS
 
 
 def test_rank_and_actor_take_what_the_operation_says(trainer_rank):

@@ -362,7 +362,7 @@ async def test_of_several_reasons_for_a_loss_the_first_is_kept():
     await client.pull(await versions.publish())
     for reason in ("its process died", "something later"):
         client._lose(client._replicas[1], ReplicaLost(reason))
-    assert client._healthy() == [0, 2] and client.health()["generator-1"] == "its process died"
+    assert client._require_serving() == [0, 2] and client.health()["generator-1"] == "its process died"
 
 
 async def test_one_replica_gets_every_request_and_none_is_left_once_it_is_lost():

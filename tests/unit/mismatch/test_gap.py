@@ -17,10 +17,10 @@ from torchtitan_rl.mismatch.gap import (
     LIMITS,
     Limits,
     Sample,
+    decomposed,
     joined,
     of_turns,
     part_metrics,
-    parts_of,
     parts_over_limit,
 )
 
@@ -54,7 +54,7 @@ def positions(num: int = 40, vocab: int = 30, seed: int = 0) -> tuple[Position, 
 def test_the_parts_add_up_to_the_gap_in_either_order_of_the_middle():
     one = sample([-1.0, -2.0], trainer=[-0.7, -2.6], between=[-0.8, -2.5], sampled=[-0.9, -2.2])
     for between, noise, stale in (("newest", [0.1, -0.1], [0.1, -0.3]), ("trainer", [0.1, -0.3], [0.1, -0.1])):
-        parts = parts_of([one], between=between)
+        parts = decomposed([one], between=between)
         assert parts.noise_N == pytest.approx(noise) and parts.stale_N == pytest.approx(stale)
         assert parts.rest_N == pytest.approx([0.1, -0.2]) and parts.gap_N == pytest.approx([0.3, -0.6])
         assert parts.noise_N + parts.stale_N + parts.rest_N == pytest.approx(parts.gap_N)
@@ -62,19 +62,19 @@ def test_the_parts_add_up_to_the_gap_in_either_order_of_the_middle():
 
 def test_metrics_are_of_the_tokens_that_were_scored_and_leave_out_what_is_unknown():
     one = sample([-1.0, -1.0, -1.0], sampled=[-1.0, -1.5, NAN], between=[-1.0, -1.5, -1.0])
-    found = part_metrics(parts_of([one], between="newest"))
+    found = part_metrics(decomposed([one], between="newest"))
     assert found["mismatch/unexplained_mean"] == 0.25 and found["mismatch/unexplained_max"] == 0.5
     assert found["mismatch/explained_tokens"] == 2 and "mismatch/kept_mean" not in found
-    nobody = part_metrics(parts_of([sample([-1.0], sampled=[NAN])], between="newest"))
+    nobody = part_metrics(decomposed([sample([-1.0], sampled=[NAN])], between="newest"))
     assert nobody == {"mismatch/noise_mean": 0.0, "mismatch/noise_max": 0.0, "mismatch/explained_tokens": 0}
 
 
 def test_tokens_behind_an_update_of_their_own_turn_count_as_kept():
     one = sample([-1.0] * 5, versions=[3, 4, 4, 4, 5], turns=[0, 0, 0, 1, 1], sampled=[-1.0, -1.2, -1.0, -1.0, -1.4])
     assert one.kept_N.tolist() == [False, True, True, False, True]
-    found = part_metrics(parts_of([one], between="newest"))
+    found = part_metrics(decomposed([one], between="newest"))
     assert found["mismatch/kept_max"] == pytest.approx(0.4) and found["mismatch/unexplained_max"] == 0
-    parts = parts_of([one], between="newest")
+    parts = decomposed([one], between="newest")
     assert "rest" not in parts_over_limit(parts, LIMITS["float32"], keeps=True)
     assert "rest" in parts_over_limit(parts, LIMITS["float32"], keeps=False)
 

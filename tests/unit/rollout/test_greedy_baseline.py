@@ -12,7 +12,7 @@ from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.rollout.draws import Draw
 from torchtitan_rl.rollout.failures import Failures
 from torchtitan_rl.rollout.finished import FinishedGroups
-from torchtitan_rl.rollout.player import Rollouts
+from torchtitan_rl.rollout.player import RolloutPlayer
 from torchtitan_rl.types import RolloutGroup, Task
 
 
@@ -35,7 +35,7 @@ def player(family, **kept):
     config = run_config()
     config.algorithm.group_size = 2
     config.algorithm.greedy_baseline = "off" not in kept
-    made = Rollouts(config, family, CHARS, FunctionSampler(answer), None, {}, finished=kept.get("finished"))
+    made = RolloutPlayer(config, family, CHARS, FunctionSampler(answer), None, {}, finished=kept.get("finished"))
     made.generator.policy_version = 0
     return made
 

@@ -5,7 +5,7 @@ from collections import Counter
 from tests.kit.run_config import run_config
 from torchtitan_rl.rollout.draws import Draw
 from torchtitan_rl.rollout.finished import FinishedGroups
-from torchtitan_rl.rollout.player import Rollouts
+from torchtitan_rl.rollout.player import RolloutPlayer
 from torchtitan_rl.types import Completion, Rollout, Task, Turn
 
 TASK = Task(id="task", prompt="x")
@@ -32,7 +32,7 @@ def player(generator, finished=None):
     config = run_config()
     algorithm = dataclasses.replace(config.algorithm, max_policy_lag=1, group_size=2, workflow=workflow)
     config = dataclasses.replace(config, algorithm=algorithm)
-    return Rollouts(config, object(), None, generator, None, {}, finished=finished)
+    return RolloutPlayer(config, object(), None, generator, None, {}, finished=finished)
 
 
 def advantages(groups):

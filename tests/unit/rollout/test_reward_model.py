@@ -13,7 +13,7 @@ from tests.kit.run_config import run_config
 from tests.kit.sampler import CHARS, FunctionSampler
 from torchtitan_rl.config.run import RewardModelConfig
 from torchtitan_rl.rollout.draws import Draw
-from torchtitan_rl.rollout.player import Rollouts
+from torchtitan_rl.rollout.player import RolloutPlayer
 from torchtitan_rl.rollout.reward_model import RewardModel, sequence_of
 from torchtitan_rl.train.step_metrics import batch_metrics
 from torchtitan_rl.types import Task
@@ -89,7 +89,7 @@ async def test_groups_that_train_and_their_baselines_are_scored_one_call_a_group
     sampler = FunctionSampler(lambda prompt, params: "abc" if params.temperature == 0 else "a")
     sampler.policy_version = 0
     scorer = RewardModel(classifier, RewardModelConfig(weight=0.5))
-    player = Rollouts(config, Family(), CHARS, sampler, None, {}, reward_model=scorer)
+    player = RolloutPlayer(config, Family(), CHARS, sampler, None, {}, reward_model=scorer)
     draws = [Draw(slot=slot, round=0, task=Task(id=f"t{slot}", prompt="abc=")) for slot in range(2)]
     groups = await player.play(draws, Counter())
     assert [of_group.rewards for of_group in groups] == [[1 + 0.5 * 5] * 2] * 2

@@ -31,10 +31,10 @@ class Run:
         self.versions.served += 1
         return self.versions.served
 
-    async def own(self, split, step, *, version):
-        return await self.of_set(split, step, version=version)
+    async def evaluate_split(self, split, step, *, version):
+        return await self.evaluate_set(split, step, version=version)
 
-    async def of_set(self, name, step, *, version):
+    async def evaluate_set(self, name, step, *, version):
         if name == "hard":
             await self.done.wait()
         if self.error:
