@@ -27,7 +27,7 @@ __all__ = ["GeneratorRank"]
 
 logger = logging.getLogger(__name__)
 
-_GATHER_S = 0.02  # answers of this long travel together
+_GATHER_S = 0.02  # seconds; answers that come within them after the first travel in one message
 
 
 class GeneratorRank:

@@ -208,8 +208,8 @@ class AlgorithmConfig:
     """KL of a whole rollout to the reference, in nats, that `kl_coef` is raised and lowered for after every batch; see
     algorithm/kl_control.py. Not with `kl_in="loss"`. 0: `kl_coef` stays."""
     kl_horizon: Annotated[int, Ge(1)] = 10_000
-    """Rollouts over which the coefficient changes by a factor of about 1 + the relative error, which counts up to 0.2.
-    Acts only with `kl_target`."""
+    """A batch of n rollouts multiplies `kl_coef` by 1 + e n / horizon, with e the relative error of the KL, at most 0.2
+    either way. Acts only with `kl_target`."""
     entropy_coef: Annotated[float, Ge(0), Hint("use 0 for none")] = 0.0
     """Factor of the entropy bonus, with `entropy_control` the first one; 0: no bonus."""
     entropy_control: EntropyControlConfig | None = None

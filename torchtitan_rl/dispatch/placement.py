@@ -27,7 +27,7 @@ __all__ = ["Placement"]
 
 logger = logging.getLogger(__name__)
 
-# While generators load weights, the policy's model may stay on the devices. It leaves when the KV cache needs memory.
+# A pull needs the generators' weights beside the policy's model, which leaves when the KV cache needs memory.
 _MAY_STAY: dict[Operation, dict[str, tuple[str, ...]]] = {GeneratorOperations.load: {"policy": ("model",)}}
 
 

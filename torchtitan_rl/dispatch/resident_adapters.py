@@ -26,7 +26,7 @@ class ResidentAdapters:
 
     def take_slot(self, version: int) -> int:
         """The slot into which adapters of `version` are loaded: the version's own, or else an empty one, or that of a
-        version that nobody holds. What was in it is not resident any more. Call where `has_room`."""
+        version that nobody holds, which counts as evicted at once. Call where `has_room`."""
         if version in self._slots:
             return self._slots.pop(version)
         return self._free.pop() if self._free else self._slots.pop(self._idle())

@@ -17,9 +17,9 @@ _WATCH_EVERY_S = 1.0
 """Seconds between two messages to each rank behind rank 0 while rank 0 answers for the mesh."""
 _LOOK_EVERY_S = 0.5
 """Seconds between two looks at the processes of the ranks that a call waits for; a look reads /proc."""
-# When a rank dies, collectives fail on other ranks, and their errors may arrive first. Monarch notices a death within a
-# second.
 _BLAME_S = 3.0
+"""Seconds that the ranks get to answer once a call has failed. When a rank dies, collectives fail on the others, and
+their errors may arrive before Monarch notices the death, which takes a second."""
 
 
 class WorkerLost(RuntimeError):

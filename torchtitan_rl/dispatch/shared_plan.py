@@ -28,17 +28,17 @@ class PrefixCost:
     """What forward and backward of siblings take, in tokens: 1 is what a token's matrix products take."""
 
     pair: float
-    """Of attention, for a query and a key in all layers."""
+    """Cost of one pair of a query and a key in all layers' attention."""
     group: float
-    """Of the calls of attention that siblings need for themselves, in all layers."""
+    """Cost of the further calls of attention that one group of siblings needs, in all layers."""
 
     def alone(self, length: int) -> float:
-        """Of a datum that is computed whole: a query sees half of the datum on average."""
+        """Cost of a datum that is computed whole: a query sees half of the datum on average."""
         return length + self.pair * length * length / 2
 
     def together(self, prompt: int, lengths: Sequence[int]) -> float:
-        """Of datums with these lengths whose first `prompt` tokens are computed once, in the first datum. Masked keys
-        count like others."""
+        """Cost of datums with these lengths whose first `prompt` tokens are computed once, in the first datum. Masked
+        keys count like others."""
         first, *siblings = lengths
         total = self.alone(first) + self.group
         for length in siblings:

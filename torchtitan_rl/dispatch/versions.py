@@ -51,10 +51,9 @@ class ServedVersions(Protocol):
 class PolicyVersions:
     """Which versions exist, who holds each version, and which version serves unpinned requests.
 
-    The holder `"newest"` holds the version published last, and until that one serves also the version that does: a
-    replica may have to load it again. Each generator replica holds the version that it serves, under the name of its
-    role. Any other holder (an evaluation, a snapshot that scores) calls `pin` with a name of its own.
-    """
+    The holder `"newest"` holds the version published last. Until that one serves, it also holds the version that does,
+    because a replica may have to load it again. Each generator replica holds the version that it serves, under the name
+    of its role. Any other holder (an evaluation, a snapshot that scores) calls `pin` with a name of its own."""
 
     def __init__(
         self,

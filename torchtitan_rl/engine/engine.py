@@ -57,8 +57,9 @@ logger = logging.getLogger(__name__)
 _IDLE_WAIT_S = 0.5  # an idle rank 0 broadcasts this often, well within the collective's time limit
 _CLOSE_S = 60.0
 _COMPANION = -1
+"""`Request.number` of a companion, which stands for a recorded request and answers nobody."""
 _COMPANY_SALT = "company"
-"""Of the prefix cache, in which no other request is to find what stands for tokens of companions."""
+"""Cache salt of companions. No other request has it, so none reads what was computed from their placeholder tokens."""
 
 
 @dataclass(slots=True)
@@ -82,7 +83,7 @@ class _Resident:
     acts: bool
     """Whether they change anything: a new model's do not, as its B is 0."""
     salt: str
-    """Of the prefix cache of their requests. No two loads have one."""
+    """Cache salt of the requests with these adapters. Two loads never share one."""
 
 
 class Engine:
@@ -120,9 +121,9 @@ class Engine:
         self.adapter_specs = (
             {} if config.adapters is None else whole_adapters(self._spec, config.adapters, config.dtype)
         )
-        """The same of the adapters that one slot takes; empty: the engine has no slots."""
+        """Shape and dtype of each adapter tensor of one slot; empty: the engine has no slots."""
         self.base = ""
-        """The name of the base that the model holds, and that adapters in slots are for; empty: of none."""
+        """Name of the base that the adapters in slots belong to; empty: no base is loaded."""
         self.policy_version = -1
         self.ready: Future = Future()
         """Done once the engine is built, or the exception that building it has raised."""

@@ -120,7 +120,8 @@ def _rotated_heads(rotation: KernelHalfRotation | KernelPairRotation, query, key
 
 
 def _rotated(query, key, positions, head_dim, table, *, halves):
-    """Query and key, rotated in float32 as torchtitan rotates: float32 in place, other dtypes in a copy."""
+    """Query and key, each (tokens, heads x head_dim), rotated in float32 as torchtitan rotates: float32 in place, other
+    dtypes in a copy. `table` (positions, head_dim) has cosines, then sines."""
     if torch.compiler.is_compiling():
         cosines, sines = (part[:, None] for part in table[positions].chunk(2, dim=-1))
         turn = _turned_halves if halves else _turned_pairs

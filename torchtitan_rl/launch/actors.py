@@ -94,13 +94,13 @@ class ActorLauncher(MeshLauncher):
 
     @property
     def one_host(self) -> bool:
-        """Whether all role meshes are on one host and stay there: weights may then travel through shared memory. Hosts
-        may join a run that has attached to the worker of its own."""
+        """Whether all role meshes are on one host and stay there: weights may then travel through shared memory."""
         return not self.hosts.attached
 
     @property
     def attached(self) -> bool:
-        """Whether the run's processes belong to the Monarch workers of their hosts; `kill` cannot end them then."""
+        """Whether the run's processes belong to the Monarch workers of their hosts. `kill` cannot end them then, and
+        further hosts may join."""
         return self.hosts.attached
 
     @property

@@ -75,7 +75,9 @@ class MismatchExplainer:
         """With a lag: the samples of a rollout, scored by the version that was served when the rollout ended."""
         self._trained: Sequence[Trained] = []
         self._memory: deque[EarlierScores] = deque(maxlen=_REMEMBERED)
+        """Scores of the trainer at the last steps."""
         self._first: EarlierScores | None = None
+        """Those of this attempt's first step."""
         self.cause: Cause | None = None
         """The cause, once it is known."""
 

@@ -272,7 +272,7 @@ def gpu_bytes(config: RunConfig, roles: Iterable[str], parts: dict[str, dict[str
 def gpu_parts(
     config: RunConfig, roles: Iterable[str], parts: dict[str, dict[str, int]] | None = None
 ) -> dict[str, int]:
-    """The same in parts: `tensors` that are held at once, `fragmentation`, `processes`, `cuda_graphs`.
+    """Bytes at once on one GPU, in parts: `tensors`, `fragmentation`, `processes`, `cuda_graphs`.
 
     Roles that `roles.colocation` names take turns (`dispatch/placement.py`): the largest turn counts. A pull is a turn
     too, with the generators' weights beside the policy's parameters. Other roles stay on the GPU all the time. The

@@ -79,7 +79,7 @@ class Entry:
     unfinished: int
     """The requests in the engine before the command."""
     at: int = 0
-    """Milliseconds since 1970. No replay depends on the differences."""
+    """Milliseconds since 1970. A replay uses only the order between engines (`dispatch.recorded_routes`)."""
     requests: list[tuple[int, str]] = field(default_factory=list)
     """(number, key) of each request, in the order of admission; empty for a load."""
     version: int | None = None
@@ -128,9 +128,10 @@ class Companion:
     tokens at every step as the recorded one had. What the tokens are changes nothing in the rows of others."""
 
     num_tokens: int
-    """As of `UnderWay`, at the load; 0: a row that is free at the next step."""
+    """Tokens of prompt and completion at the load; 0: its row becomes free at the next step."""
     num_computed: int
-    """The tokens whose keys and values it begins with: those that the prefix cache gave a request that waited."""
+    """Tokens whose keys and values are cached when it begins; of a request that waits, those that the prefix cache
+    had."""
     waits: bool
     """Whether it is in the queue at the load, and has no row yet."""
     num_left: int | None

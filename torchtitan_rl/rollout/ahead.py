@@ -6,8 +6,12 @@ import asyncio
 from collections import deque
 from typing import Any
 
-from torchtitan_rl.rollout.draws import Batch
+from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.rollout.batches import BatchPlayer
+from torchtitan_rl.rollout.draws import Batch, Draws
+from torchtitan_rl.rollout.finished import FinishedGroups
 from torchtitan_rl.rollout.lagged_batches import LaggedBatches
+from torchtitan_rl.types.run_state import RunState
 
 __all__ = ["BatchesAhead"]
 
@@ -16,9 +20,17 @@ class BatchesAhead(LaggedBatches):
     """Draws of batch b are admitted once the publication that follows batch b - k - 1 is served, so long rollouts train
     as often as short ones."""
 
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        """The arguments are those of `LaggedBatches`."""
-        super().__init__(*arguments, **keywords)
+    def __init__(
+        self,
+        config: RunConfig,
+        player: BatchPlayer,
+        draws: Draws,
+        state: RunState,
+        *,
+        publications: list[int],
+        finished: FinishedGroups,
+    ) -> None:
+        super().__init__(config, player, draws, state, publications=publications, finished=finished)
         self._playing: deque[tuple[asyncio.Task[Batch], dict[str, Any]]] = deque()
         """The batches that are being played, in order, each with the state of the draws before the batch."""
 

@@ -12,11 +12,13 @@ from functools import partial
 from typing import Any
 
 from torchtitan_rl.config.algorithm import AlgorithmConfig
+from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.rollout.batches import BatchPlayer
-from torchtitan_rl.rollout.draws import Batch, NothingToTrainOn
-from torchtitan_rl.rollout.finished import GroupLine
+from torchtitan_rl.rollout.draws import Batch, Draws, NothingToTrainOn
+from torchtitan_rl.rollout.finished import FinishedGroups, GroupLine
 from torchtitan_rl.rollout.lagged_batches import LaggedBatches
 from torchtitan_rl.types import RolloutGroup
+from torchtitan_rl.types.run_state import RunState
 
 __all__ = ["FirstFinished", "joined", "one_slot"]
 
@@ -44,17 +46,26 @@ class FirstFinished(LaggedBatches):
     """
 
     def __init__(
-        self, *arguments: Any, slot_player: BatchPlayer, recorded: Sequence[list[int]] = (), **keywords: Any
+        self,
+        config: RunConfig,
+        player: BatchPlayer,
+        draws: Draws,
+        state: RunState,
+        *,
+        publications: list[int],
+        finished: FinishedGroups,
+        slot_player: BatchPlayer,
+        recorded: Sequence[list[int]] = (),
     ) -> None:
-        """`slot_player` plays one slot at a time, see `one_slot`; the other arguments are those of `LaggedBatches`.
-        `recorded` are the slots of the first batches, where a replay follows a record."""
-        super().__init__(*arguments, **keywords)
+        """`slot_player` plays one slot at a time, see `one_slot`. `recorded` are the slots of the first batches, where
+        a replay follows a record."""
+        super().__init__(config, player, draws, state, publications=publications, finished=finished)
         self._recorded = deque(recorded)
         self._slot_player = slot_player
         self._slots: dict[int, _Slot] = {}
         """The slots in flight, by number, in order."""
         self._done: list[_Slot] = []
-        """Those of them that have finished, the first one first."""
+        """Those of `_slots` that have finished, in the order in which they did."""
         self._more = asyncio.Event()
         """Set when another one has finished."""
         self._batch = 0
@@ -143,9 +154,9 @@ class FirstFinished(LaggedBatches):
         return chosen
 
     def _last_due(self, due: Counter[int], room: int) -> float:
-        """The last batch whose slots may join the next one, which has so much room. `due` counts the other slots by
-        the batch in which they are due. If i B or more of these were left that are due in the i batches after the next
-        one, the room is for slots of those alone."""
+        """The latest batch a slot may be due in to join the next batch, which has room for so many (earliest deadline
+        first). `due` counts the slots in flight by the batch in which they are due. If the slots due within i batches
+        after the next one would leave no place in these, only they may join."""
         for i in range(self._algorithm.max_policy_lag + 1):
             num = sum(number for batch, number in due.items() if batch <= self._batch + i)
             if num - i * self._algorithm.tasks_per_step >= room:

@@ -30,8 +30,14 @@ class Overlap:
     def __init__(self, batches: LaggedBatches, generator: SamplingClient, publications: list[int]) -> None:
         self._batches, self._generator, self._publications = batches, generator, publications
         self._watch: asyncio.Task | None = None
-        self._looks = self._seen = self._idle = self._in_flight = 0
-        """Looks at the generators; the replicas, those without a request, and the unanswered requests, over looks."""
+        self._looks = 0
+        """Looks at the generators. The next three are sums over looks."""
+        self._seen = 0
+        """Replicas."""
+        self._idle = 0
+        """Replicas without a request."""
+        self._in_flight = 0
+        """Unanswered requests."""
         self._ready = 0
         self._by_age: dict[str, float] = {}
 

@@ -29,7 +29,8 @@ class RunState:
     teacher_version: int | None = None
     """The version of the snapshot that scores for self-distillation; None without a snapshot."""
     draws: dict = field(default_factory=dict)
-    """`Batches.state_dict()`: the next slot, and the state of the source of tasks; with a lag the last publications."""
+    """`BatchSource.state_dict()`: the next slot, and the state of the source of tasks; with a lag the last
+    publications."""
     supervised_source: dict = field(default_factory=dict)
     """The state of the supervised phase's source of tasks; empty before the first supervised step."""
     preference_source: dict = field(default_factory=dict)

@@ -202,7 +202,7 @@ def problem(checkpoint: Path) -> str:
     except OSError as error:
         return f"{error.filename}: {error.strerror}"
     except ValueError as error:
-        return f"{checkpoint}: {_FILES} or {_STATE} is not JSON ({error})"
+        return f"{checkpoint}: {_STATE} is not JSON ({error})"
     return damage(checkpoint)
 
 

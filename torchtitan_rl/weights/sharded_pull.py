@@ -176,7 +176,8 @@ class _Pull:
             self._take(source, wanted, "host", partial(_read, memory, wanted.piece.start))
 
     def _take(self, source: Source, wanted: WantedPiece, came_from: str, fill: Callable[[memoryview], None]) -> None:
-        """Has a piece's bytes written by `fill`, where they belong or near it, and checks them."""
+        """Fills a piece by `fill(memory)` and checks it. A piece that is not contiguous in the payload is filled in
+        memory of this thread and then copied."""
         place = self._place(wanted.piece)
         data = place.reshape(-1).view(torch.uint8) if place.is_contiguous() else self._buffer(wanted.piece.nbytes)
         fill(data.numpy().data)

@@ -40,7 +40,8 @@ RECORD = "remote.json"
 _ODD = re.compile(r"[^A-Za-z0-9._-]+")
 
 _NO_STEP = OptimParams(lr=0.0, betas=(1 - 2**-20, 1 - 2**-20), weight_decay=0.0)
-"""A step that only zeroes the gradient: the moments change by a millionth."""
+"""A step that only zeroes the gradient. Moments decay by 2^-20 rather than not at all: the service has no call that
+does nothing else."""
 
 
 class RemoteTrainingClient(TrainingClient):

@@ -293,7 +293,8 @@ class _Root:
         return self._bytes > self._max_bytes or self._files > _MAX_FILES
 
     def _look_when_below(self, disk: os.statvfs_result) -> None:
-        """Free space that, once passed, may be this sandbox's doing. It rises where others free some."""
+        """Sets the free space below which files are counted again, as less may be this sandbox's doing. It rises where
+        others free some."""
         free_bytes = disk.f_bavail * disk.f_frsize
         self._least_bytes = max(self._least_bytes, free_bytes - self._max_bytes + self._bytes)
         self._least_files = max(self._least_files, disk.f_favail - _MAX_FILES + self._files)
