@@ -197,10 +197,10 @@ class TrainerRank:
         tensor is not finite; then the version is not published."""
         with self.serving(TrainerOperations.push_weights):
             if adapters_apart:
-                first = await self.exchange.push_adapters(self.policy_version, dtype, transport, verify)
+                not_finite = await self.exchange.push_adapters(self.policy_version, dtype, transport, verify)
             else:
-                first = await self.exchange.push(self.policy_version, dtype, transport, verify)
-            return NotFinite(version=self.policy_version, tensor=first) if first else self.policy_version
+                not_finite = await self.exchange.push(self.policy_version, dtype, transport, verify)
+            return NotFinite(version=self.policy_version, tensor=not_finite) if not_finite else self.policy_version
 
     def discard_weights(self, version: int | str) -> None:
         with self.serving(TrainerOperations.discard_weights):

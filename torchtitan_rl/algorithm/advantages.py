@@ -152,21 +152,21 @@ def estimate_advantages(groups: list[RolloutGroup], config: AlgorithmConfig) -> 
     by_role: dict[str, list[RolloutGroup]] = {}
     for group in groups:
         by_role.setdefault(group.rollouts[0].role, []).append(group)
-    for role, of_role in by_role.items():
+    for role, role_groups in by_role.items():
         advantage_fn = estimator_for(config, role)
-        seen: list[Any]
+        inputs: list[Any]
         if sees_group(advantage_fn):
-            seen = [JudgedGroup.of(group) for group in of_role]
+            inputs = [JudgedGroup.of(group) for group in role_groups]
         else:
-            seen = [torch.tensor(group.rewards, dtype=torch.float64) for group in of_role]
-        advantages = advantage_fn(seen) if sees_batch(advantage_fn) else [advantage_fn(each) for each in seen]
+            inputs = [torch.tensor(group.rewards, dtype=torch.float64) for group in role_groups]
+        advantages = advantage_fn(inputs) if sees_batch(advantage_fn) else [advantage_fn(each) for each in inputs]
         advantages = [_as_tensor(each) for each in advantages]
-        if len(advantages) != len(of_role):
+        if len(advantages) != len(role_groups):
             raise ValueError(
-                f"{_setting(advantage_fn)}: gave {len(advantages)} tensors for {len(of_role)} groups; return one per "
-                "group, in order"
+                f"{_setting(advantage_fn)}: gave {len(advantages)} tensors for {len(role_groups)} groups; return one "
+                "per group, in order"
             )
-        for group, advantages_G in zip(of_role, advantages, strict=True):
+        for group, advantages_G in zip(role_groups, advantages, strict=True):
             _check_advantages(advantages_G, group, advantage_fn)
             group.advantages = advantages_G.tolist()
 

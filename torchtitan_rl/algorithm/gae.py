@@ -58,9 +58,9 @@ def with_gae(
     Datums of `keep_groups` keep their precomputed advantages, less the costs to go; the critic learns from the datums
     of every group.
     """
-    pairs: list[Any] = [None] * len(data)
+    columns_of_datum: list[Any] = [None] * len(data)
     for members in episodes_of(data):
-        of_episode = gae(
+        episode_columns = gae(
             torch.cat([values[i] for i in members]),
             torch.cat([data[i].loss_inputs["loss_mask"] for i in members]),
             rewards[members[-1]],
@@ -68,14 +68,14 @@ def with_gae(
             lam=config.gae_lambda,
             costs_T=torch.cat([kl_costs(data[i], config) for i in members]) if config.kl_in_return else None,
         )
-        split = zip(*(column.float().split([len(data[i]) for i in members]) for column in of_episode), strict=True)
+        split = zip(*(column.float().split([len(data[i]) for i in members]) for column in episode_columns), strict=True)
         for index, pair in zip(members, split, strict=True):
-            pairs[index] = pair
+            columns_of_datum[index] = pair
     precomputed = (
         with_kl_returns(data, config, keep_groups=keep_groups) if keep_groups and config.kl_in_return else data
     )
     advantages = [
         datum.loss_inputs["advantages"] if datum.group in keep_groups else advantages_T
-        for datum, (advantages_T, _) in zip(precomputed, pairs, strict=True)
+        for datum, (advantages_T, _) in zip(precomputed, columns_of_datum, strict=True)
     ]
-    return with_inputs(data, values=values, advantages=advantages, returns=[returns for _, returns in pairs])
+    return with_inputs(data, values=values, advantages=advantages, returns=[returns for _, returns in columns_of_datum])

@@ -198,8 +198,10 @@ def value_loss(inputs: LossInputs, *, clip: float = float("inf")) -> tuple[torch
     if not clip > 0:
         raise ValueError(f"clip={clip}: must be positive, or no value could move; leave it out for no clipping")
     error_T = masked_difference(inputs, inputs.predicted_values, inputs.returns).square()
-    held_T = inputs.values + masked_difference(inputs, inputs.predicted_values, inputs.values).clamp(-clip, clip)
-    loss_T = 0.5 * torch.maximum(error_T, masked_difference(inputs, held_T, inputs.returns).square())
+    clipped_value_T = inputs.values + masked_difference(inputs, inputs.predicted_values, inputs.values).clamp(
+        -clip, clip
+    )
+    loss_T = 0.5 * torch.maximum(error_T, masked_difference(inputs, clipped_value_T, inputs.returns).square())
     return masked_sum(inputs, inputs.token_weights * loss_T), {
         "critic/squared_error": error_T.detach().sum(),
         "critic/value_mean": masked_sum(inputs, inputs.predicted_values.detach()),

@@ -61,10 +61,12 @@ def dppo_kl(
     policy's. A token is dropped as in `dppo_tv`: only where it has moved the way that its advantage pushes it.
     """
     policy_T, old_T = _trained_logprobs(inputs)
-    rest_T, old_rest_T = (-torch.expm1(x).clamp(max=0.0) for x in (policy_T, old_T))  # probabilities of other tokens
+    other_probs_T, old_other_probs_T = (
+        -torch.expm1(x).clamp(max=0.0) for x in (policy_T, old_T)
+    )  # probabilities of other tokens
     # xlogy is 0 where its first argument is: a token of probability 1 leaves nothing to the others.
-    of_rest_T = torch.xlogy(old_rest_T, old_rest_T) - torch.xlogy(old_rest_T, rest_T)
-    return _masked_surrogate(inputs, old_T.exp() * (old_T - policy_T) + of_rest_T, delta_low, delta_high, cap, tau)
+    other_term_T = torch.xlogy(old_other_probs_T, old_other_probs_T) - torch.xlogy(old_other_probs_T, other_probs_T)
+    return _masked_surrogate(inputs, old_T.exp() * (old_T - policy_T) + other_term_T, delta_low, delta_high, cap, tau)
 
 
 def _trained_logprobs(inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:

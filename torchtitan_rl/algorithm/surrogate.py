@@ -34,9 +34,9 @@ def clipped_surrogate(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """PPO's loss for any ratio (T,)."""
     # max(min(r A, clip(r) A), c A) for A < 0 is the plain surrogate of min(r, c).
-    held_T = torch.where(inputs.advantages < 0, ratio_T.clamp(max=dual_clip), ratio_T)
-    clipped_T = held_T.clamp(1 - clip_low, 1 + clip_high)
-    objective_T = torch.minimum(held_T * inputs.advantages, clipped_T * inputs.advantages)
+    bounded_T = torch.where(inputs.advantages < 0, ratio_T.clamp(max=dual_clip), ratio_T)
+    clipped_T = bounded_T.clamp(1 - clip_low, 1 + clip_high)
+    objective_T = torch.minimum(bounded_T * inputs.advantages, clipped_T * inputs.advantages)
     was_clipped_T = (objective_T != ratio_T * inputs.advantages) & (inputs.loss_mask > 0)
     return -masked_sum(inputs, inputs.token_weights * objective_T), {"policy/clip_frac": was_clipped_T.sum()}
 
@@ -147,10 +147,10 @@ def mismatch(policy_T: torch.Tensor, inputs: LossInputs) -> dict[str, torch.Tens
     }
 
 
-def kl_sum(logprobs_T: torch.Tensor, others_T: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:
+def kl_sum(p_logprobs_T: torch.Tensor, q_logprobs_T: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:
     """Sum over tokens of k3, an estimate of KL(p || q) from tokens sampled from p, in float64.
 
-    k3 = r - 1 - log r >= 0 with r = q / p: Schulman 2020, "Approximating KL divergence". `logprobs_T` are p's,
-    `others_T` q's. A masked token counts 0, whatever its log-probabilities are."""
-    away_T = torch.where(mask_T, others_T - logprobs_T, 0.0).double()
+    k3 = r - 1 - log r >= 0 with r = q / p: Schulman 2020, "Approximating KL divergence". `p_logprobs_T` are p's,
+    `q_logprobs_T` q's. A masked token counts 0, whatever its log-probabilities are."""
+    away_T = torch.where(mask_T, q_logprobs_T - p_logprobs_T, 0.0).double()
     return (torch.expm1(away_T) - away_T).sum()

@@ -149,7 +149,7 @@ class Engine:
         self._iteration = 0
         """The engine steps so far."""
         self._recording: ScheduleFile | None = None
-        self._followed: FollowedSchedule | None = None
+        self._followed_schedule: FollowedSchedule | None = None
         self._patience_s: float | None = None
         self._awaited_since: float | None = None
         """Since when the engine stands still for a command of the followed schedule, by `time.monotonic`."""
@@ -157,7 +157,9 @@ class Engine:
             self._recording = ScheduleFile(schedules.directory, role)
             if file := schedules.followed.get(role):
                 entries = followed_entries(Path(file), schedules)
-                self._followed = FollowedSchedule(entries, [] if schedules.after_load is None else company(entries))
+                self._followed_schedule = FollowedSchedule(
+                    entries, [] if schedules.after_load is None else company(entries)
+                )
             self._patience_s = schedules.patience_s
         self._asleep: set[str] = set()
         """Of `"weights"` and `"kv_cache"`, what the device does not have."""
@@ -327,8 +329,8 @@ class Engine:
             waiting += self._commands.get_nowait()[1]
         while not self._probes.empty():
             waiting.append(self._probes.get_nowait())
-        if self._followed is not None:
-            waiting += self._followed.futures()
+        if self._followed_schedule is not None:
+            waiting += self._followed_schedule.futures()
         for future in waiting:
             if future is not None and not future.done():
                 future.set_exception(RuntimeError(f"the engine has stopped: {self._failure!r}"))
@@ -349,8 +351,8 @@ class Engine:
     def _next(self) -> tuple[Command, list[Future]]:
         """The next command and, on rank 0, its futures. Without one: a command to add no request."""
         command, futures = Command(), []
-        if self._followed is not None and not self._followed.is_over:
-            command, futures = self._next_followed(self._followed)
+        if self._followed_schedule is not None and not self._followed_schedule.is_over:
+            command, futures = self._next_followed(self._followed_schedule)
         elif self._leads:
             wait_s = 0.0 if self._has_work() else _IDLE_WAIT_S
             with suppress(queue.Empty):
@@ -409,7 +411,7 @@ class Engine:
     def _end_steps_in_flight(self) -> None:
         """Waits for the steps that the device still computes."""
         if self._schedules_ahead:
-            self._finish_all(vllm_internals.drained(self._engine))
+            self._finish_all(vllm_internals.finish_steps_in_flight(self._engine))
 
     def _finish_all(self, outputs: list[Any]) -> None:
         for output in outputs:
@@ -585,10 +587,10 @@ class Engine:
 
     def _under_way(self) -> list[UnderWay]:
         """The requests that go on after a load."""
-        of_engine = {request.engine_id: request for request in self._in_flight.values()}
+        by_engine_id = {request.engine_id: request for request in self._in_flight.values()}
         under_way = []
         for place in vllm_internals.places(self._engine):
-            request = of_engine.get(place.engine_id)
+            request = by_engine_id.get(place.engine_id)
             params = None if request is None else request.params
             under_way.append(
                 UnderWay(
@@ -621,8 +623,8 @@ class Engine:
             self._num_loads += 1
             self._adapters[version] = _Resident(slot, acts, f"adapters {self._num_loads}")
             if self._recording is not None:
-                at = self._iteration, len(self._in_flight)
-                self._recording.loaded(*at, version, recorded_digests, sorted(tensors), slot=slot)
+                position = self._iteration, len(self._in_flight)
+                self._recording.loaded(*position, version, recorded_digests, sorted(tensors), slot=slot)
         for future in futures:
             future.set_result(ValueError(refusal) if refusal else time.perf_counter() - began)
 
@@ -634,10 +636,12 @@ class Engine:
             return self._adapters[version].slot
         while True:
             versions_in_flight = {request.version_starts[-1][1] for request in self._in_flight.values()}
-            busy = {resident.slot for version, resident in self._adapters.items() if version in versions_in_flight}
+            busy_slots = {
+                resident.slot for version, resident in self._adapters.items() if version in versions_in_flight
+            }
             taken = [resident.slot for resident in self._adapters.values()]  # in the order of their loads
-            by_age = [*(slot for slot in range(self._config.max_adapters) if slot not in taken), *taken]
-            if (slot := next((slot for slot in by_age if slot not in busy), None)) is not None:
+            slots_by_age = [*(slot for slot in range(self._config.max_adapters) if slot not in taken), *taken]
+            if (slot := next((slot for slot in slots_by_age if slot not in busy_slots), None)) is not None:
                 return slot
             self._step()
 

@@ -232,33 +232,33 @@ class PackedFeedForward(FeedForward):
         """Of `w1` and `w3`."""
 
     def pack(self) -> None:
-        """Packs both matrices as they are now; call after every change of them."""
+        """Packs gate_and_up matrices as they are now; call after every change of them."""
         self._packed = _packed(torch.cat([self.w1.weight, self.w3.weight]))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self._packed is not None:
-            both = ops.onednn_mm(self._packed, x, None)
+            gate_and_up = ops.onednn_mm(self._packed, x, None)
         elif platform.has_fused_layers(x) and not torch.compiler.is_compiling():
             return self.w2(self._gated(x))
         elif self.adapters is not None:
-            both = torch.cat([self.w1(x), self.w3(x)], dim=-1)
+            gate_and_up = torch.cat([self.w1(x), self.w3(x)], dim=-1)
         else:
             return super().forward(x)
         if self.adapters is not None:
-            self.adapters.add_to(both, x)
-        gate, up = both.chunk(2, dim=-1)
+            self.adapters.add_to(gate_and_up, x)
+        gate, up = gate_and_up.chunk(2, dim=-1)
         return self.w2(F.silu(gate) * up)
 
     def _gated(self, x: torch.Tensor) -> torch.Tensor:
         """SiLU of `w1`'s product times `w3`'s, which both products have written side by side, in one operator."""
         hidden = len(self.w1.weight)
-        both = x.new_empty(*x.shape[:-1], 2 * hidden)
-        for linear, columns in ((self.w1, both[..., :hidden]), (self.w3, both[..., hidden:])):
+        gate_and_up = x.new_empty(*x.shape[:-1], 2 * hidden)
+        for linear, columns in ((self.w1, gate_and_up[..., :hidden]), (self.w3, gate_and_up[..., hidden:])):
             torch.mm(x.flatten(0, -2), linear.weight.t(), out=columns.flatten(0, -2))
         if self.adapters is not None:
-            self.adapters.add_to(both, x)
+            self.adapters.add_to(gate_and_up, x)
         out = x.new_empty(*x.shape[:-1], hidden)
-        torch.ops._C.silu_and_mul(out, both)  # vLLM's, as its `SiluAndMul` calls it
+        torch.ops._C.silu_and_mul(out, gate_and_up)  # vLLM's, as its `SiluAndMul` calls it
         return out
 
 

@@ -54,7 +54,7 @@ __all__ = [
     "model_runner",
     "model",
     "reload_weights",
-    "drained",
+    "finish_steps_in_flight",
     "num_sampled",
     "Place",
     "places",
@@ -105,11 +105,13 @@ def model(engine: LLMEngine) -> torch.nn.Module:
 def reload_weights(engine: LLMEngine, spec: ModelSpec, tensors: dict[str, torch.Tensor]) -> None:
     """Replaces the weights of vLLM's own model, which takes Hugging Face's names and repacks weights; `tensors` are
     unsharded, under torchtitan's names."""
-    of_hf = spec.state_dict_adapter(spec.model, None).to_hf(tensors) | {"lm_head.weight": tensors["lm_head.weight"]}
-    runner(engine).reload_weights(weights_iterator=iter(of_hf.items()))
+    hf_tensors = spec.state_dict_adapter(spec.model, None).to_hf(tensors) | {
+        "lm_head.weight": tensors["lm_head.weight"]
+    }
+    runner(engine).reload_weights(weights_iterator=iter(hf_tensors.items()))
 
 
-def drained(engine: LLMEngine) -> list[Any]:
+def finish_steps_in_flight(engine: LLMEngine) -> list[Any]:
     """Ends the steps in flight of an engine that schedules ahead, without scheduling another; returns what they
     output."""
     core, outputs = engine.engine_core.engine_core, []

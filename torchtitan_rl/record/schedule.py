@@ -301,8 +301,10 @@ def company(entries: Sequence[Entry]) -> list[Companion]:
     in order. Raises ValueError for a request that nothing can take the place of, with what it is."""
     if not entries or not entries[0].under_way:
         return []
-    rows, of_rows = entries[0].under_way, entries[0].temperature
-    temperatures = of_rows if isinstance(of_rows, list) else [of_rows] * len(rows)
+    rows, recorded_temperatures = entries[0].under_way, entries[0].temperature
+    temperatures = (
+        recorded_temperatures if isinstance(recorded_temperatures, list) else [recorded_temperatures] * len(rows)
+    )
     ended = {number: (tokens, cached) for entry in entries for number, tokens, cached in entry.ended}
     companions = []
     for (number, num_tokens, *computed), temperature in zip(rows, temperatures, strict=True):
@@ -340,10 +342,12 @@ def schedule_of(run: Path, attempt: int) -> Path:
 def engine_files(directory: Path) -> list[Path]:
     """The files of an attempt's engines, by replica and then in the order in which they took a replica's place."""
     matched = ((_ENGINE_FILE.fullmatch(file.name), file) for file in directory.glob("generator-*.jsonl"))
-    return [file for *_, file in sorted((_place(m["role"]), int(m["number"]), file) for m, file in matched if m)]
+    return [
+        file for *_, file in sorted((_replica_index(m["role"]), int(m["number"]), file) for m, file in matched if m)
+    ]
 
 
-def _place(role: str) -> int:
+def _replica_index(role: str) -> int:
     return int(role.removeprefix("generator-"))
 
 

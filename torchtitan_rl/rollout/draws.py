@@ -14,7 +14,7 @@ from torchtitan_rl.record.tracing import span
 from torchtitan_rl.types import RolloutGroup, Task
 from torchtitan_rl.types.ends import Ended
 
-__all__ = ["Draw", "Draws", "Batch", "NothingToTrainOn", "admissions", "ends"]
+__all__ = ["Draw", "Draws", "Batch", "NothingToTrainOn", "admissions", "outcomes"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +107,7 @@ def admissions(draws: list[Draw]) -> list[dict[str, Any]]:
     return [{"draw": draw.id, "event": "admitted", "task_id": draw.task.id} for draw in draws]
 
 
-def ends(batch: Batch) -> list[dict[str, Any]]:
+def outcomes(batch: Batch) -> list[dict[str, Any]]:
     """Records of the ends of a batch's draws. A draw with a rollout in a group that trained is `trained`, one with
     rollouts in groups that filters left out alone is `filtered`, and one without rollouts is `failed`."""
     trained, filtered = _by_draw(batch.groups), _by_draw(batch.left_out)

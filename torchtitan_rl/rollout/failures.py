@@ -47,7 +47,9 @@ class Failures:
         """Failed calls so far, by cause."""
         return Counter({cause: number for cause, number in self.counted.items() if cause != "calls"})
 
-    async def tried(self, call: Callable[[int], Awaitable[Any]], stage: str, counts: Counter[str] | None = None) -> Any:
+    async def retrying(
+        self, call: Callable[[int], Awaitable[Any]], stage: str, counts: Counter[str] | None = None
+    ) -> Any:
         """The result of `call(retry)`, from retry 0 on. Raises GroupFailed after the last retry, and TooManyFailures.
 
         `stage` is `workflow` or `reward`. `counts`, an evaluation's, receives the calls that fail, by cause; the counts

@@ -70,9 +70,9 @@ class FirstFinished(LaggedBatches):
         """Set when another one has finished."""
         self._batch = 0
         """The number of the next batch, counted from the first one of this attempt at the run."""
-        self._owed: dict[int, int] = {}
+        self._due_batches: dict[int, int] = {}
         """The slots that were in flight at the checkpoint, or at `cancel`, and the batch in which each is due."""
-        self._before_owed = 0
+        self._num_admitted_before = 0
         """Slots below this one have been admitted before; those that are not owed have trained."""
         self._num_long, self._num_played = 0, 0
 
@@ -97,13 +97,13 @@ class FirstFinished(LaggedBatches):
         """Admits slots until as many are in flight as may be, or as the run will train on."""
         algorithm, step = self._algorithm, self._state.step
         num_batches = math.ceil((self._config.controller.num_steps - step) / algorithm.steps_per_batch)
-        most = max(1, min(1 + algorithm.max_policy_lag // 2, num_batches)) * algorithm.tasks_per_step
-        while len(self._slots) < most:
+        max_in_flight = max(1, min(1 + algorithm.max_policy_lag // 2, num_batches)) * algorithm.tasks_per_step
+        while len(self._slots) < max_in_flight:
             before = self._draws.state_dict()
             [draw] = self._draws.next(1)
-            if draw.slot < self._before_owed and draw.slot not in self._owed:
+            if draw.slot < self._num_admitted_before and draw.slot not in self._due_batches:
                 continue
-            due = self._owed.pop(draw.slot, self._batch + algorithm.max_policy_lag)
+            due = self._due_batches.pop(draw.slot, self._batch + algorithm.max_policy_lag)
             begins = step + (due - self._batch) * algorithm.steps_per_batch
             playing = asyncio.ensure_future(self._slot_player.play([draw], begins))
             slot = _Slot(slot=draw.slot, due=due, before=before, task=playing)
@@ -130,13 +130,13 @@ class FirstFinished(LaggedBatches):
         chosen: list[_Slot] = []
         waiting: dict[int, deque[tuple[int, _Slot]]] = defaultdict(deque)
         """Batch -> the slots that are due in it and have finished, each with its place in `_done`."""
-        due, seen = Counter(slot.due for slot in self._slots.values()), 0
+        due, num_seen = Counter(slot.due for slot in self._slots.values()), 0
         while len(chosen) < self._algorithm.tasks_per_step:
-            for slot in self._done[seen:]:
-                waiting[slot.due].append((seen, slot))
-                seen += 1
-            last = self._last_due(due, self._algorithm.tasks_per_step - len(chosen))
-            heads = [(slots[0][0], batch) for batch, slots in waiting.items() if slots and batch <= last]
+            for slot in self._done[num_seen:]:
+                waiting[slot.due].append((num_seen, slot))
+                num_seen += 1
+            last_due = self._last_due(due, self._algorithm.tasks_per_step - len(chosen))
+            heads = [(slots[0][0], batch) for batch, slots in waiting.items() if slots and batch <= last_due]
             if heads:
                 _, batch = min(heads)
                 chosen.append(waiting[batch].popleft()[1])
@@ -165,16 +165,16 @@ class FirstFinished(LaggedBatches):
 
     async def _further_rounds(self, batch: Batch) -> Batch:
         """Plays its slots again for a batch without a group, as `fill_batch` says. Raises NothingToTrainOn."""
-        last = list({draw.slot: draw for draw in batch.draws}.values())
+        newest_draws = list({draw.slot: draw for draw in batch.draws}.values())
         batch.metrics.pop("filter/missing_tasks", None)
         try:
-            more = await self._player.fill(last, [], Counter(), self._state.step)
+            replacements = await self._player.fill(newest_draws, [], Counter(), self._state.step)
         except NothingToTrainOn as nothing:
-            nothing.batch.draws = nothing.batch.draws[len(last) :]
+            nothing.batch.draws = nothing.batch.draws[len(newest_draws) :]
             nothing.batch = joined([batch, nothing.batch])
             raise
-        more.draws = more.draws[len(last) :]
-        return joined([batch, more])
+        replacements.draws = replacements.draws[len(newest_draws) :]
+        return joined([batch, replacements])
 
     def num_ready(self) -> int:
         return len(self._done) // self._algorithm.tasks_per_step
@@ -182,9 +182,9 @@ class FirstFinished(LaggedBatches):
     def state_dict(self) -> dict[str, Any]:
         """As of `LaggedBatches`, before the oldest slot in flight; with `in_flight`, pairs of a slot and the batches
         until it is due, and `admitted`, the number of slots that were admitted. The others have trained."""
-        due = {slot.slot: slot.due for slot in self._slots.values()} | self._owed
+        due = {slot.slot: slot.due for slot in self._slots.values()} | self._due_batches
         in_flight = [[slot, batch - self._batch] for slot, batch in sorted(due.items())]
-        admitted = max(self._draws.next_slot, self._before_owed)
+        admitted = max(self._draws.next_slot, self._num_admitted_before)
         return super().state_dict() | {"in_flight": in_flight, "admitted": admitted}
 
     def resume(self, state: dict[str, Any], finished: list[GroupLine]) -> list[str]:
@@ -201,8 +201,8 @@ class FirstFinished(LaggedBatches):
         return tasks
 
     def _owe(self, state: dict[str, Any]) -> None:
-        self._owed = {slot: self._batch + left for slot, left in state["in_flight"]}
-        self._before_owed = state["admitted"]
+        self._due_batches = {slot: self._batch + left for slot, left in state["in_flight"]}
+        self._num_admitted_before = state["admitted"]
 
 
 def one_slot(config: AlgorithmConfig) -> AlgorithmConfig:
@@ -215,13 +215,13 @@ def one_slot(config: AlgorithmConfig) -> AlgorithmConfig:
 def joined(batches: list[Batch]) -> Batch:
     """Batches of one slot each as one batch."""
     batch, sums, name = Batch(), Counter[str](), "filter/overlong_penalty_mean"
-    for one in batches:
-        batch.draws += one.draws
-        batch.groups += one.groups
-        batch.left_out += one.left_out
-        batch.sampled += one.sampled
-        weight = sum(len(group.rollouts) for group in one.sampled)  # a mean over rollouts
-        sums.update({key: value * weight if key == name else value for key, value in one.metrics.items()})
+    for slot_batch in batches:
+        batch.draws += slot_batch.draws
+        batch.groups += slot_batch.groups
+        batch.left_out += slot_batch.left_out
+        batch.sampled += slot_batch.sampled
+        weight = sum(len(group.rollouts) for group in slot_batch.sampled)  # a mean over rollouts
+        sums.update({key: value * weight if key == name else value for key, value in slot_batch.metrics.items()})
     batch.metrics = dict(sums)
     if name in sums:
         batch.metrics[name] /= max(1, sum(len(group.rollouts) for group in batch.sampled))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # it imports Monarch, and most runs have no such role
 
 __all__ = ["run_attempts", "run_group", "rollouts_of", "workflow_of", "GroupFailed"]
 
-Tried = Callable[[Callable[[int], Awaitable[Any]], str], Awaitable[Any]]
+Retrying = Callable[[Callable[[int], Awaitable[Any]], str], Awaitable[Any]]
 
 
 class GroupFailed(RuntimeError):
@@ -60,23 +60,23 @@ async def run_group(
     seed: int,
     reward,
     reward_timeout_s: float,
-    tried: Tried | None = None,
+    retrying: Retrying | None = None,
     reward_model: RewardModel | None = None,
 ) -> RolloutGroup:
     """The rollouts of `n` attempts at one task, with rewards. `reward` is a family or a function, see
     `tasks.judging.judge`; it judges the rollouts that neither the workflow nor an environment has rewarded.
 
-    Attempt i samples from the streams (seed, group_id, i, retry, turn), whatever else is running. `tried(call, stage)`
-    returns what `call(retry)` returns, and decides what follows a failure in the stage `workflow` or `reward`; None
+    Attempt i samples from the streams (seed, group_id, i, retry, turn), whatever else is running. `retrying(call,
+    stage)` returns what `call(retry)` returns, and decides what follows a failure in the stage `workflow` or `reward`; None
     raises the failure. `reward_model` adds its scores to the rewards; None: the run has none. Raises RuntimeError for
     what `rollouts_of` refuses, and when two rollouts have one id.
     """
-    attempts = await _played(workflow, task, policy, n, group_id, seed, tried)
+    attempts = await _played(workflow, task, policy, n, group_id, seed, retrying)
     if failure := next((attempt for attempt in attempts if isinstance(attempt, BaseException)), None):
         raise failure
     rollouts = [rollout for attempt in attempts if isinstance(attempt, list) for rollout in attempt]
     if unjudged := _unjudged(rollouts, task):
-        await _judged(unjudged, task, reward, reward_timeout_s, tried)
+        await _judge(unjudged, task, reward, reward_timeout_s, retrying)
     if reward_model is not None:
         await reward_model.judge(rollouts)
     return RolloutGroup(id=group_id, rollouts=rollouts)
@@ -92,30 +92,30 @@ async def run_attempts(
     seed: int,
     reward,
     reward_timeout_s: float,
-    tried: Tried | None = None,
+    retrying: Retrying | None = None,
 ) -> list[Rollout | GroupFailed]:
     """`n` attempts at one task, each for itself, as evaluations count them: entry i is the first rollout of attempt i,
     with its reward, or why attempt i failed. Arguments and streams are those of `run_group`.
 
     The rollouts are judged in one call, as those of a group are. Where that call fails each of them is judged alone,
-    and fails alone. Raises what `tried` raises but for GroupFailed, and what `run_group` refuses.
+    and fails alone. Raises what `retrying` raises but for GroupFailed, and what `run_group` refuses.
     """
     results: list[Rollout | GroupFailed] = []
-    for attempt in await _played(workflow, task, policy, n, group_id, seed, tried):
+    for attempt in await _played(workflow, task, policy, n, group_id, seed, retrying):
         if isinstance(attempt, BaseException) and not isinstance(attempt, GroupFailed):
             raise attempt
         results.append(attempt[0] if isinstance(attempt, list) else attempt)
     unjudged = _unjudged([result for result in results if isinstance(result, Rollout)], task)
     failures = await _failed_to_judge(
-        unjudged, partial(_judged, task=task, reward=reward, timeout_s=reward_timeout_s, tried=tried)
+        unjudged, partial(_judge, task=task, reward=reward, timeout_s=reward_timeout_s, retrying=retrying)
     )
     return [failures.get(result.id, result) if isinstance(result, Rollout) else result for result in results]
 
 
 async def _played(
-    workflow: Callable, task: Task, policy: Policy, n: int, group_id: str, seed: int, tried: Tried | None
+    workflow: Callable, task: Task, policy: Policy, n: int, group_id: str, seed: int, retrying: Retrying | None
 ) -> list[list[Rollout] | BaseException]:
-    """The rollouts of each attempt, or with `tried` the attempt's failure, in the order of attempts."""
+    """The rollouts of each attempt, or with `retrying` the attempt's failure, in the order of attempts."""
 
     async def played(i: int, retry: int) -> list[Rollout]:
         began = time.perf_counter()
@@ -127,8 +127,8 @@ async def _played(
             _as_floats(rollout)
         return rollouts
 
-    patient = tried is not None  # attempts whose siblings may fail are first played to their end
-    calls = ((tried or _once)(partial(played, i), "workflow") for i in range(n))
+    patient = retrying is not None  # attempts whose siblings may fail are first played to their end
+    calls = ((retrying or _once)(partial(played, i), "workflow") for i in range(n))
     return await asyncio.gather(*calls, return_exceptions=patient)
 
 
@@ -147,11 +147,11 @@ def _unjudged(rollouts: list[Rollout], task: Task) -> list[Rollout]:
     ]
 
 
-async def _judged(rollouts: list[Rollout], task: Task, reward, timeout_s: float, tried: Tried | None) -> None:
+async def _judge(rollouts: list[Rollout], task: Task, reward, timeout_s: float, retrying: Retrying | None) -> None:
     """Sets the rewards of rollouts, in one call of the reward."""
     texts, parts, began = [rollout.text for rollout in rollouts], {}, time.perf_counter()
     with span("wait for rewards"):
-        rewards = await (tried or _once)(
+        rewards = await (retrying or _once)(
             lambda retry: running("judge rollouts", judge(reward, task, texts, timeout_s, parts)), "reward"
         )
     for i, (rollout, value) in enumerate(zip(rollouts, rewards, strict=True)):
@@ -174,7 +174,7 @@ async def _failed_to_judge(
             error.rollout = rollouts[0]
             return {rollouts[0].id: error}
     failures = await asyncio.gather(*(_failed_to_judge([rollout], judged) for rollout in rollouts))
-    return {name: failure for of_one in failures for name, failure in of_one.items()}
+    return {name: failure for failed in failures for name, failure in failed.items()}
 
 
 def _check_rewards(rollout: Rollout) -> None:

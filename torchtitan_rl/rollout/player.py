@@ -92,7 +92,7 @@ class RolloutPlayer:
                 seed=self.config.seed,
                 reward=self.family,
                 reward_timeout_s=self.config.controller.reward_timeout_s,
-                tried=None if self.failures is None else self.failures.tried,
+                retrying=None if self.failures is None else self.failures.retrying,
                 reward_model=self._reward_model,
             )
             attempts = play(policy=policy, n=self.config.algorithm.group_size, group_id=draw.id)

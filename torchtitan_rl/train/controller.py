@@ -45,7 +45,7 @@ from torchtitan_rl.record.tracing import running, span
 from torchtitan_rl.rollout import finished
 from torchtitan_rl.rollout.batch_sources import lagged_batches, synchronous_batches
 from torchtitan_rl.rollout.batches import BatchSource
-from torchtitan_rl.rollout.draws import Batch, Draw, Draws, NothingToTrainOn, admissions, ends
+from torchtitan_rl.rollout.draws import Batch, Draw, Draws, NothingToTrainOn, admissions, outcomes
 from torchtitan_rl.rollout.lag import lag_metrics
 from torchtitan_rl.rollout.lagged_batches import LaggedBatches
 from torchtitan_rl.rollout.player import RolloutPlayer
@@ -540,7 +540,7 @@ class Controller(AbstractAsyncContextManager):
         self.recorder.record(DrawEvents(step=step, records=admissions(draws)))
 
     def _record_batch(self, batch: Batch) -> None:
-        self.recorder.record(DrawEvents(step=self.state.step, records=ends(batch)))
+        self.recorder.record(DrawEvents(step=self.state.step, records=outcomes(batch)))
         self.recorder.record(RolloutsEnded(step=self.state.step, groups=batch.groups + batch.left_out))
 
     # Parts of a step, for the notebook and for loops of your own.

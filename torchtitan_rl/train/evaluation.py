@@ -167,7 +167,7 @@ async def evaluate(
 
     completions: list[dict[str, Any]] = []
 
-    async def attempts(n: int, at: float, first_sample: int) -> list[list[Rollout]]:
+    async def attempts(n: int, temperature: float, first_sample: int) -> list[list[Rollout]]:
         """The rollouts of the attempts at each task that did not fail. The record of a task's attempt i has the sample
         `first_sample` + i."""
         played: list[list[Rollout | GroupFailed]] = await asyncio.gather(
@@ -177,7 +177,7 @@ async def evaluate(
                     run_attempts(
                         workflow,
                         task,
-                        dataclasses.replace(policy(at), altered=altered),
+                        dataclasses.replace(policy(temperature), altered=altered),
                         n,
                         group_id=f"{label}/{task.id}",
                         seed=seed,
@@ -189,10 +189,10 @@ async def evaluate(
                 for task in tasks
             )
         )
-        rollouts = [[attempt for attempt in of_task if isinstance(attempt, Rollout)] for of_task in played]
-        for task, of_task in zip(tasks, rollouts, strict=True):
-            _fill_rewards(f"{label}/{task.id}", of_task)
-            failed["failure/attempts"] += n - len(of_task)
+        rollouts = [[attempt for attempt in task_attempts if isinstance(attempt, Rollout)] for task_attempts in played]
+        for task, task_attempts in zip(tasks, rollouts, strict=True):
+            _fill_rewards(f"{label}/{task.id}", task_attempts)
+            failed["failure/attempts"] += n - len(task_attempts)
         for index, (task, results) in enumerate(zip(tasks[:tasks_recorded], played)):
             for sample, attempt in enumerate(results, first_sample):
                 completions.append(
@@ -202,12 +202,12 @@ async def evaluate(
         return rollouts
 
     def num_correct(played: list[list[Rollout]]) -> list[int]:
-        return [sum(bool(rollout.reward >= correct_reward) for rollout in of_task) for of_task in played]
+        return [sum(bool(rollout.reward >= correct_reward) for rollout in task_attempts) for task_attempts in played]
 
     played = await attempts(1, 0.0, 0)
     greedy = num_correct(played)
     result = Evaluation(name=name, split=split, num_tasks=len(tasks), accuracy=mean(greedy), failures=failed)
-    if rollouts := [rollout for of_task in played for rollout in of_task]:
+    if rollouts := [rollout for task_attempts in played for rollout in task_attempts]:
         result.rewards["eval/reward_mean"] = mean(rollout.reward for rollout in rollouts)
         result.rewards |= part_means(rollouts, "eval/reward_part_{}_mean")
     result.intervals["accuracy"] = score_interval(greedy)

@@ -100,21 +100,21 @@ def ratios_by_age(trained: Sequence[Trained], groups: list[RolloutGroup], public
     counted = [(datum, logprobs_T) for datum, logprobs_T in trained if logprobs_T.dim() == 1]
     if not counted:
         return {}
-    of_tokens: list[int] = []
+    age_of_token: list[int] = []
     for datum, _ in counted:
-        first = len(of_tokens)
-        of_tokens += [_NONE] * len(datum)
+        first = len(age_of_token)
+        age_of_token += [_NONE] * len(datum)
         for index, start, length in datum.turns:
             versions = rollouts[datum.rollout].turns[index].completion.policy_versions
-            of_tokens[first + start : first + start + length] = [age[version] for version in versions]
+            age_of_token[first + start : first + start + length] = [age[version] for version in versions]
     sampled_N = torch.cat([datum.loss_inputs["sampling_logprobs"] for datum, _ in counted])
     ratio_N = (torch.cat([logprobs_T for _, logprobs_T in counted]) - sampled_N).exp()
-    age_N = torch.tensor(of_tokens)
+    age_N = torch.tensor(age_of_token)
     age_N[torch.cat([datum.loss_inputs["loss_mask"] for datum, _ in counted]) <= 0] = _NONE
     line: dict[str, float] = {}
-    for of_age in sorted(set(age_N.tolist()) - {_NONE}):
-        ratios = ratio_N[age_N == of_age]
-        line[f"policy/ratio_lag{of_age}_mean"] = float(ratios.mean())
-        line[f"policy/far_lag{of_age}_frac"] = float(((ratios - 1).abs() > FAR).float().mean())
-        line[f"tokens/trained_lag{of_age}"] = len(ratios)
+    for age in sorted(set(age_N.tolist()) - {_NONE}):
+        ratios = ratio_N[age_N == age]
+        line[f"policy/ratio_lag{age}_mean"] = float(ratios.mean())
+        line[f"policy/far_lag{age}_frac"] = float(((ratios - 1).abs() > FAR).float().mean())
+        line[f"tokens/trained_lag{age}"] = len(ratios)
     return line

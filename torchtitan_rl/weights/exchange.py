@@ -82,23 +82,23 @@ class WeightExchange:
                     if name in adapters:
                         part = lora.merge(name, part.reshape(manifest.entries[name].shape), adapters)
                     writer.add(name, part)
-            first = writer.finish()
-        if not first:
+            not_finite = writer.finish()
+        if not not_finite:
             await self.store.publish(manifest, payload, handle=handle)
-        return first
+        return not_finite
 
     async def push_adapters(self, version: int, dtype: torch.dtype, transport: str, verify: bool) -> str:
         """Publishes the adapters alone as `version`, whole and cast to `dtype`, each B times alpha / rank. The first
         publication, and the first after another base was loaded, publishes the base before. Answers as `push` does."""
         assert self.lora is not None, "validation asks for trainer.lora"
-        first = ""
+        not_finite = ""
         if not self._base:
             self._base = f"base-{lora.base_fingerprint(self.model.state_dict())}"
-            first = await self.push(self._base, dtype, transport, verify, merged=False)
+            not_finite = await self.push(self._base, dtype, transport, verify, merged=False)
         state = lora.adapter_state(fused_state(self.model))
         tensors = {name: whole(tensor) for name, tensor in state.items()}  # collective, so before any return
-        if dist.get_rank() or first:
-            return first
+        if dist.get_rank() or not_finite:
+            return not_finite
         manifest = layout.plan(version, ((n, tuple(t.shape), t.dtype, True) for n, t in tensors.items()), dtype)
         manifest.base = self._base
         if transport == "store":
@@ -109,10 +109,10 @@ class WeightExchange:
             writer, scaling = PayloadWriter(manifest, payload, verify=verify), self.lora.alpha / self.lora.rank
             for name, tensor in tensors.items():
                 writer.add(name, tensor * scaling if name.endswith(".lora_b.weight") else tensor)
-            first = writer.finish()
-        if not first:
+            not_finite = writer.finish()
+        if not not_finite:
             await self.store.publish(manifest, payload, handle=handle)
-        return first
+        return not_finite
 
     def base_has_changed(self) -> None:
         """Makes the next publication of adapters publish the base again, under another name. From then on only

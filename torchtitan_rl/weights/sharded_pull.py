@@ -38,7 +38,7 @@ class WantedPiece(NamedTuple):
     at_source: int
 
 
-Run = tuple[Source, list[WantedPiece]]
+PieceBatch = tuple[Source, list[WantedPiece]]
 
 
 def pull(
@@ -51,16 +51,16 @@ def pull(
     RuntimeError naming the version and the host for a publisher that is gone or sends nothing for `SILENT_S`, and for a
     wrong checksum.
     """
-    one = _Pull(manifest, rank, size, staging, verify)
+    pull = _Pull(manifest, rank, size, staging, verify)
     try:
-        one.fetch()
+        pull.fetch()
     except BaseException:
-        one.peers.give_up()
+        pull.peers.give_up()
         raise
     finally:
-        one.close()
-    logger.debug("version %s: bytes %s", manifest.version, dict(one.num_bytes))
-    return one.plan, one.peers.payload
+        pull.close()
+    logger.debug("version %s: bytes %s", manifest.version, dict(pull.num_bytes))
+    return pull.plan, pull.peers.payload
 
 
 class Discarded(RuntimeError):
@@ -88,11 +88,13 @@ class _Pull:
 
     def fetch(self) -> None:
         self._in_parallel([(source, run, False) for source, run in self._runs()])
-        again: dict[int, tuple[Source, list[WantedPiece]]] = {}
+        retries: dict[int, tuple[Source, list[WantedPiece]]] = {}
         for source, wanted, holder in self._claimed:
             if not self._from_peer(wanted, holder):
-                again.setdefault(source.rank, (source, []))[1].append(wanted)
-        self._in_parallel([(source, run, True) for source, all_of in again.values() for run in _bounded(all_of)])
+                retries.setdefault(source.rank, (source, []))[1].append(wanted)
+        self._in_parallel(
+            [(source, run, True) for source, all_wanted in retries.values() for run in _bounded(all_wanted)]
+        )
 
     def close(self) -> None:
         for connection in self._connections.values():
@@ -100,7 +102,7 @@ class _Pull:
         for file in filter(None, self._files.values()):
             file.close()
 
-    def _runs(self) -> list[Run]:
+    def _runs(self) -> list[PieceBatch]:
         """The regions to fetch, in requests of one source each; sources take turns, so that the links of several hosts
         are busy at the same time."""
         of_source: dict[int, tuple[Source, list[WantedPiece]]] = {}
@@ -213,10 +215,10 @@ class _Pull:
 
     def _buffer(self, nbytes: int) -> torch.Tensor:
         """This thread's memory for one piece that does not lie in one part of the payload."""
-        mine = threading.get_ident()
-        if mine not in self._scratch or len(self._scratch[mine]) < nbytes:
-            self._scratch[mine] = torch.empty(max(nbytes, MAX_PIECE_BYTES), dtype=torch.uint8)
-        return self._scratch[mine][:nbytes]
+        thread_id = threading.get_ident()
+        if thread_id not in self._scratch or len(self._scratch[thread_id]) < nbytes:
+            self._scratch[thread_id] = torch.empty(max(nbytes, MAX_PIECE_BYTES), dtype=torch.uint8)
+        return self._scratch[thread_id][:nbytes]
 
     def _have(self, wanted: WantedPiece, came_from: str) -> None:
         self.peers.have(wanted.region)

@@ -35,23 +35,23 @@ def attempts(*outcomes: BaseException | None, log: list | None = None):
     return workflow
 
 
-def group(workflow, tried, reward=lambda task, texts: [1.0] * len(texts), n=2):
+def group(workflow, retrying, reward=lambda task, texts: [1.0] * len(texts), n=2):
     return run_group(
-        workflow, TASK, None, n, group_id="0/0", seed=0, reward=reward, reward_timeout_s=5, tried=tried
+        workflow, TASK, None, n, group_id="0/0", seed=0, reward=reward, reward_timeout_s=5, retrying=retrying
     )  # fmt: skip
 
 
 async def test_a_rollout_that_fails_is_played_again_on_another_stream():
     log, counted = [], failures("retry", rollout_retries=2)
-    result = await group(attempts(EnvironmentFailed("late"), None, ValueError("odd"), log=log), counted.tried)
+    result = await group(attempts(EnvironmentFailed("late"), None, ValueError("odd"), log=log), counted.retrying)
     assert len(result.rollouts) == 2 and counted.failed == {"environment": 1, "workflow": 1}
     assert len(log) == 4 and len({seed for _, seed in log}) == 4
 
 
 async def test_a_group_whose_rollout_fails_to_the_last_is_dropped_whole():
     counted, counts = failures("retry", rollout_retries=1), Counter()
-    first = group(attempts(*[EnvironmentFailed("down")] * 9), counted.tried)
-    second = group(attempts(), counted.tried)
+    first = group(attempts(*[EnvironmentFailed("down")] * 9), counted.retrying)
+    second = group(attempts(), counted.retrying)
     (kept,) = counted.complete(await asyncio.gather(first, second, return_exceptions=True), counts)
     assert len(kept.rollouts) == 2
     assert counts == {"failure/environment": 4, "failure/dropped_groups": 1}
@@ -61,7 +61,7 @@ async def test_a_group_whose_rollout_fails_to_the_last_is_dropped_whole():
 async def test_drop_group_plays_nothing_twice():
     log, counted = [], failures("drop_group")
     with pytest.raises(GroupFailed, match="down"):
-        await group(attempts(RuntimeError("down"), log=log), counted.tried)
+        await group(attempts(RuntimeError("down"), log=log), counted.retrying)
     assert len(log) == 2  # the sibling was played to its end
 
 
@@ -80,7 +80,7 @@ async def test_a_workflow_that_gives_a_huge_reward_has_failed(place, huge):
     with pytest.raises(
         GroupFailed, match="algorithm.workflow: gave reward.* for task 't'; give a finite number between"
     ):
-        await group(workflow, counted.tried)
+        await group(workflow, counted.retrying)
     assert counted.failed == {"workflow": 2}
     with pytest.raises(RuntimeError, match="algorithm.workflow: gave reward"):
         await group(workflow, None)
@@ -105,14 +105,14 @@ async def test_a_reward_that_fails_is_asked_again():
             raise OSError("judge is away")
         return [0.5] * len(texts)
 
-    result = await group(attempts(), counted.tried, reward)
+    result = await group(attempts(), counted.retrying, reward)
     assert result.rewards == [0.5, 0.5] and counted.failed == {"reward": 2}
 
 
 async def test_a_fault_of_the_generators_is_no_failure_of_a_rollout():
     counted = failures("drop_group")
     with pytest.raises(SamplingFailed, match="no generator is left"):
-        await group(attempts(SamplingFailed("no generator is left")), counted.tried)
+        await group(attempts(SamplingFailed("no generator is left")), counted.retrying)
     assert not counted.failed
 
 
@@ -126,7 +126,7 @@ async def test_too_many_failures_end_the_run_with_their_causes():
     with pytest.raises(TooManyFailures) as caught:
         for _ in range(200):
             try:
-                await counted.tried(call, "workflow")
+                await counted.retrying(call, "workflow")
             except GroupFailed:
                 pass
     assert str(caught.value) == (
@@ -142,5 +142,5 @@ async def test_counting_goes_on_where_the_attempt_before_stopped():
         raise ValueError("late")
 
     with pytest.raises(TooManyFailures, match=r"21 of 32 calls have failed \(21 reward\); the last: late"):
-        await failures.tried(fail, "reward")
+        await failures.retrying(fail, "reward")
     assert counted == {"calls": 32, "reward": 21}

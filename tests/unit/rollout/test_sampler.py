@@ -86,7 +86,7 @@ async def test_what_does_not_train_may_be_drawn_from_a_copy():
 async def test_no_setting_for_failed_rollouts_hides_the_refusal():
     failures = Failures(AlgorithmConfig(on_rollout_failure="drop_group"), {})
     with pytest.raises(AlteredForTraining):
-        await group_of(only_careful, policy(for_training=True), tried=failures.tried)
+        await group_of(only_careful, policy(for_training=True), retrying=failures.retrying)
     assert failures.failed.total() == 0
 
 

@@ -1,6 +1,6 @@
 """How draws end."""
 
-from torchtitan_rl.rollout.draws import Batch, Draw, admissions, ends
+from torchtitan_rl.rollout.draws import Batch, Draw, admissions, outcomes
 from torchtitan_rl.types import Completion, Rollout, RolloutGroup, Task, Turn
 
 
@@ -31,7 +31,9 @@ def test_every_draw_of_a_batch_ends_in_one_way():
         groups=[group("0/0", [4, 4], [4, 5]), group("1/1", [5]), group("3/0", [5], named=False)],
         left_out=[group("1/0", [4]), group("0/0", [3])],  # of 0/0 one rollout was too long
     )
-    found = {record["draw"]: (record["event"], record["version_min"], record["version_max"]) for record in ends(batch)}
+    found = {
+        record["draw"]: (record["event"], record["version_min"], record["version_max"]) for record in outcomes(batch)
+    }
     assert found == {
         "0/0": ("trained", 3, 5),
         "1/0": ("filtered", 4, 4),
