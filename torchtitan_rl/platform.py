@@ -165,11 +165,15 @@ def logprob_chunk_bytes(mib: int, device: str | None = None) -> int:
 def has_logprob_kernels(hidden: torch.Tensor) -> bool:
     """Whether Triton kernels compute the log-probabilities of these hidden states. They compute in float32, so hidden
     states in float64 are left to torch's operators, as is everything on a CPU."""
-    return hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    return _is_of_cuda_kernels(hidden)
 
 
 def has_fused_layers(hidden: torch.Tensor) -> bool:
     """Whether a generator's layers of these hidden states go by the kernels that CUDA has and a CPU has not."""
+    return _is_of_cuda_kernels(hidden)
+
+
+def _is_of_cuda_kernels(hidden: torch.Tensor) -> bool:
     return hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16, torch.float32)
 
 

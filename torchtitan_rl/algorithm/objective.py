@@ -35,14 +35,13 @@ def _with_terms(objective: LossFunction, config: AlgorithmConfig, columns: Colle
     if config.correction_fn is not None:
         correction = partial(config.correction_fn, **config.correction_config)
         objective = partial(corrected, loss_fn=objective, correction_fn=correction)
-    distill = config.distill
-    if distill is not None and distill.divergence != "tokens" and not distill.rewards:
+    if config.teacher_replaces_loss_fn:
         objective = zero_loss
     kl_coef = config.kl_coef if config.kl_in == "loss" else 0.0
     if kl_coef or config.entropy_coef:
         terms = partial(regularized, kl_coef=kl_coef, kl_estimator=config.kl_estimator)
         terms = partial(terms, kl_ratio_weighted=config.kl_ratio_weighted, entropy_coef=config.entropy_coef)
         objective = partial(terms, loss_fn=objective)
-    if distill is not None or {"soft_weights", "teacher_logprobs"} & set(columns):
-        objective = partial(distilled, loss_fn=objective, distill=distill)
+    if config.distill is not None or {"soft_weights", "teacher_logprobs"} & set(columns):
+        objective = partial(distilled, loss_fn=objective, distill=config.distill)
     return objective

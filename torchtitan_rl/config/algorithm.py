@@ -326,6 +326,21 @@ class AlgorithmConfig:
         return self.recompute_logprobs_per_batch or self.minibatch_reads_batch_start
 
     @property
+    def recomputes_logprobs(self) -> bool:
+        """Whether the loss's ratios are to the trainer's own log-probabilities, before the batch or the minibatch."""
+        return self.recompute_logprobs_per_batch or self.recompute_logprobs_per_minibatch
+
+    @property
+    def teacher_trains_alone(self) -> bool:
+        """Whether the teacher takes the place of rewards and of their advantages."""
+        return self.distill is not None and not self.distill.rewards
+
+    @property
+    def teacher_replaces_loss_fn(self) -> bool:
+        """Whether the divergence from the teacher is the loss: `loss_fn` has no advantages to act on."""
+        return self.distill is not None and not self.distill.rewards and self.distill.divergence != "tokens"
+
+    @property
     def kl_in_return(self) -> bool:
         """Whether tokens pay for their KL to the reference in their rewards."""
         return self.kl_coef > 0 and self.kl_in == "return"

@@ -85,6 +85,11 @@ def _reason(error: BaseException) -> str:
     return lines[-1][:500] if lines else type(error).__name__
 
 
+def _call(worker: Any, operation: Operation, *args) -> Any:
+    """Sends a call to one rank. An actor's endpoints have the names of the operations."""
+    return getattr(worker, operation.__name__).call_one(*args)
+
+
 class RoleMesh:
     """Workers of one role (`policy`, `reference`, `critic`, `teacher`, `reward_model` or one generator replica), ranks
     ordered data-parallel major. A call of an operation goes to the actors' endpoint of the operation's name.
@@ -105,7 +110,7 @@ class RoleMesh:
         lost_hosts: Callable[[], Awaitable[list[str]]] | None = None,
         stopped: Callable[[], list[str]] = list,
     ):
-        self.role, self.actors, self.timeout_s = role, actors, timeout_s
+        self.role, self.timeout_s = role, timeout_s
         self.hosts, self._lost_hosts, self._stopped = hosts, lost_hosts, stopped
         self.num_ranks, self._tp = num_ranks, tensor_parallel_size
         self.pids: Sequence[int] = ()
@@ -128,8 +133,7 @@ class RoleMesh:
             )
         with span(f"send {self.role}.{operation.__name__}"):
             calls = [
-                getattr(worker, operation.__name__).call_one(shards[rank // self._tp], *args)
-                for rank, worker in enumerate(self._workers)
+                _call(worker, operation, shards[rank // self._tp], *args) for rank, worker in enumerate(self._workers)
             ]
         waiting = self._waiting(operation, self.num_ranks)
 
@@ -142,7 +146,7 @@ class RoleMesh:
     def call_each(self, operation: Operation, *args, timeout_s: float | None = None) -> asyncio.Future[list]:
         """Every rank gets the same arguments. Returns all answers, in rank order."""
         with span(f"send {self.role}.{operation.__name__}"):
-            calls = [getattr(worker, operation.__name__).call_one(*args) for worker in self._workers]
+            calls = [_call(worker, operation, *args) for worker in self._workers]
         waiting = self._waiting(operation, self.num_ranks)
         return asyncio.ensure_future(self._all(operation, range(self.num_ranks), calls, waiting, timeout_s))
 
@@ -161,7 +165,7 @@ class RoleMesh:
     def call_rank(self, rank: int, operation: Operation, *args, timeout_s: float | None = None):
         """Calls one rank. Returns its answer as an awaitable."""
         with span(f"send {self.role}.{operation.__name__}"):
-            call = getattr(self._workers[rank], operation.__name__).call_one(*args)
+            call = _call(self._workers[rank], operation, *args)
         waiting = self._waiting(operation, 1)
 
         async def one():

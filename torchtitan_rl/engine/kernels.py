@@ -232,7 +232,7 @@ class PackedFeedForward(FeedForward):
         """Of `w1` and `w3`."""
 
     def pack(self) -> None:
-        """Packs gate_and_up matrices as they are now; call after every change of them."""
+        """Packs both matrices as they are now; call after every change of them."""
         self._packed = _packed(torch.cat([self.w1.weight, self.w3.weight]))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -67,9 +67,9 @@ async def run_group(
     `tasks.judging.judge`; it judges the rollouts that neither the workflow nor an environment has rewarded.
 
     Attempt i samples from the streams (seed, group_id, i, retry, turn), whatever else is running. `retrying(call,
-    stage)` returns what `call(retry)` returns, and decides what follows a failure in the stage `workflow` or `reward`; None
-    raises the failure. `reward_model` adds its scores to the rewards; None: the run has none. Raises RuntimeError for
-    what `rollouts_of` refuses, and when two rollouts have one id.
+    stage)` returns what `call(retry)` returns, and decides what follows a failure in the stage `workflow` or `reward`;
+    None raises the failure. `reward_model` adds its scores to the rewards; None: the run has none. Raises RuntimeError
+    for what `rollouts_of` refuses, and when two rollouts have one id.
     """
     attempts = await _played(workflow, task, policy, n, group_id, seed, retrying)
     if failure := next((attempt for attempt in attempts if isinstance(attempt, BaseException)), None):

@@ -183,7 +183,7 @@ async def evaluate(
                         seed=seed,
                         reward=family,
                         reward_timeout_s=config.reward_timeout_s,
-                        tried=None if failures is None else partial(failures.tried, counts=failed),
+                        retrying=None if failures is None else partial(failures.retrying, counts=failed),
                     ),
                 )
                 for task in tasks

@@ -55,9 +55,8 @@ async def with_roles(
         data = with_kl_returns(data, config, keep_groups=precomputed)
     if config.distill is not None:
         data = with_teacher(data, outputs["teacher"], config.distill)
-    taught = config.distill is not None and not config.distill.rewards
     for group in groups:
-        if taught or ("critic" in outputs and not group.precomputed):
+        if config.teacher_trains_alone or ("critic" in outputs and not group.precomputed):
             group.advantages = None
     return with_kl_reward(data, config)
 

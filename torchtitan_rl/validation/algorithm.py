@@ -193,7 +193,7 @@ def _check_credit(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
     computed_by = {
         "roles.critic": roles.critic is not None,
         "algorithm.kl_in='return'": algorithm.kl_in_return,
-        "algorithm.distill.rewards=False": algorithm.distill is not None and not algorithm.distill.rewards,
+        "algorithm.distill.rewards=False": algorithm.teacher_trains_alone,
     }
     for setting, is_set in computed_by.items():
         if is_set:
@@ -268,14 +268,17 @@ def _check_correction(algorithm: AlgorithmConfig, columns: set[str]) -> None:
                 "algorithm.correction_denominator='kept': opsm compares with the policy of each step, and the "
                 "denominator is known before; use 'all', as in DeepSeek-V3.2"
             )
-    recomputed = algorithm.recompute_logprobs_per_batch or algorithm.recompute_logprobs_per_minibatch
     if algorithm.recompute_logprobs_per_batch and algorithm.recompute_logprobs_per_minibatch:
         raise ValueError(
             "algorithm.recompute_logprobs_per_batch=True: recompute_logprobs_per_minibatch=True takes its "
             "place at every step; keep one of them"
         )
     correction, arguments = algorithm.correction_fn, algorithm.correction_config
-    if correction is not None and not recomputed and needs_old_logprobs(correction, arguments, columns):
+    if (
+        correction is not None
+        and not algorithm.recomputes_logprobs
+        and needs_old_logprobs(correction, arguments, columns)
+    ):
         raise ValueError(
             f"algorithm.correction_fn={function_name(algorithm.correction_fn)}: the loss's ratios are against the "
             "generator already, nothing is left to correct; set algorithm.recompute_logprobs_per_batch=True"
@@ -301,10 +304,7 @@ def _check_minibatch_fn(algorithm: AlgorithmConfig) -> None:
             f"{setting}: compares with the policy before the batch, and a batch has one step, before which the two are "
             "the same; set algorithm.tasks_per_minibatch or algorithm.num_epochs, or leave it out"
         )
-    taught = (
-        algorithm.distill is not None and algorithm.distill.divergence != "tokens" and not algorithm.distill.rewards
-    )
-    if _changes_advantages(algorithm) and taught:
+    if _changes_advantages(algorithm) and algorithm.teacher_replaces_loss_fn:
         raise ValueError(
             f"{setting}: changes advantages, and with algorithm.distill.rewards=False the teacher alone trains; use "
             "True, or leave minibatch_fn out"
@@ -389,7 +389,7 @@ def _probe(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
 def _columns(algorithm: AlgorithmConfig, roles: RolesConfig) -> set[str]:
     """The names of the loss inputs that the run's data will have."""
     columns = {"token_weights", "loss_mask", "advantages", "sampling_logprobs"}
-    if algorithm.recompute_logprobs_per_batch or algorithm.recompute_logprobs_per_minibatch:
+    if algorithm.recomputes_logprobs:
         columns.add("old_logprobs")
     if algorithm.minibatch_reads_entropy:
         columns.add("old_entropy")
@@ -419,8 +419,7 @@ def check_arguments(setting: str, function: Callable, arguments: dict[str, float
 
 
 def _uses_estimators(algorithm: AlgorithmConfig, roles: RolesConfig) -> bool:
-    taught = algorithm.distill is not None and not algorithm.distill.rewards
-    return roles.critic is None and not taught and algorithm.precomputed_advantages != "require"
+    return roles.critic is None and not algorithm.teacher_trains_alone and algorithm.precomputed_advantages != "require"
 
 
 def _check_subsets(setting: str, k: int, algorithm: AlgorithmConfig) -> None:

@@ -41,8 +41,7 @@ def check_lag_settings(config: RunConfig) -> None:
             f"{where}: with {name}=True a ratio is against the trainer, and nothing corrects for the older "
             f"policy that sampled; use algorithm.correction_fn=corrections.truncated_token, {_ADVICE}"
         )
-    learns_from_teacher_alone = algorithm.distill is not None and not algorithm.distill.rewards
-    if learns_from_teacher_alone and algorithm.distill.divergence != "tokens":
+    if algorithm.teacher_replaces_loss_fn:
         return
     columns = {"token_weights", "loss_mask", "advantages", "sampling_logprobs"}
     columns |= {"reference_logprobs"} if config.roles.reference is not None else set()

@@ -111,8 +111,8 @@ class Measurement:
         return f"{self.rate(side):8,.0f} {self.unit}/s"
 
 
-def interval(ratios: Sequence[float], *, draws: int = 10_000, seed: int = 0) -> tuple[float, float]:
+def interval(ratios: Sequence[float]) -> tuple[float, float]:
     """95% percentile bootstrap interval of the median. Of few ratios it is little narrower than their range."""
-    source = random.Random(seed)
+    source, draws = random.Random(0), 10_000
     medians = sorted(median(source.choices(ratios, k=len(ratios))) for _ in range(draws))
     return medians[int(0.025 * draws)], medians[int(0.975 * draws) - 1]

@@ -20,9 +20,9 @@ _WRITES_RESIDUAL = ("o_proj.weight", "down_proj.weight", "down_proj", "out_proj.
 
 
 @torch.no_grad()
-def draw_weights(model: torch.nn.Module, seed: int = 0) -> None:
+def draw_weights(model: torch.nn.Module) -> None:
     """Draws every parameter of one of transformers' causal language models, in place, by its name and its shape."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     parameters = dict(model.named_parameters())
     head_norms = any(name.endswith("q_norm.weight") for name in parameters)
     tied = not any(name.startswith("lm_head") for name in parameters)

@@ -16,12 +16,7 @@ LOGPROBS = 2e-5
 
 
 def of_pairs(
-    name: str,
-    pairs: Iterable[tuple[str, torch.Tensor, torch.Tensor]],
-    tolerance: float,
-    *,
-    relative: bool = False,
-    note: str = "",
+    name: str, pairs: Iterable[tuple[str, torch.Tensor, torch.Tensor]], tolerance: float, *, relative: bool = False
 ) -> Check:
     """The pairs are (part, tensor, expected tensor). `relative`: to the largest number of the expected tensor. A part
     whose difference is not a number, or whose shapes differ, has an infinite difference."""
@@ -38,7 +33,7 @@ def of_pairs(
             largest, where = difference, part
     if not where:
         return Check(name=name, difference=math.inf, tolerance=tolerance, note="there was nothing to compare")
-    return Check(name=name, difference=largest, tolerance=tolerance, part=where if largest else "", note=note)
+    return Check(name=name, difference=largest, tolerance=tolerance, part=where if largest else "")
 
 
 def of_states(

@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         json.dump(as_json(rehearsal), sys.stdout, indent=1)
         print()
     else:
-        print_report(rehearsal, config, hardware)
+        print_report(rehearsal, hardware)
     return 1 if rehearsal.refused else 0
 
 

@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.tools.rehearse.hardware import REACHED, Hardware
 from torchtitan_rl.tools.rehearse.rehearsal import Rehearsal
 
@@ -20,9 +19,9 @@ __all__ = ["print_report", "as_json"]
 _WIDTH = 118
 
 
-def print_report(rehearsal: Rehearsal, config: RunConfig, hardware: Hardware, console: Console | None = None) -> None:
+def print_report(rehearsal: Rehearsal, hardware: Hardware) -> None:
     """Prints who sits where, memory, traffic, times, warnings and refusals, the refusals last."""
-    console = console or Console(width=_WIDTH, highlight=False)
+    console = Console(width=_WIDTH, highlight=False)
     if rehearsal.seats:
         _print(console, "Who sits where", ("hosts", "meshes"), [_seat(seat) for seat in rehearsal.seats])
         _print_memory(console, rehearsal)
