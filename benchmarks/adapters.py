@@ -118,8 +118,8 @@ def measure(size: str, dtype: Dtype, num_adapters: int, rank: int, repeats: int)
         }
         with opened(sides, Path(scratch) / "logs") as processes:
             measured = in_turn(processes, LENGTHS, repeats, lambda note: print(note, flush=True))
-    for lengths, of_sides in measured.items():
-        rates = {name: median(r.amount / r.seconds for r in repeats) for name, repeats in of_sides.items()}
+    for lengths, measured_sides in measured.items():
+        rates = {name: median(r.amount / r.seconds for r in repeats) for name, repeats in measured_sides.items()}
         rows.append(
             {"size": size, "dtype": dtype, "adapters": num_adapters, "rank": rank, "lengths": lengths}
             | {f"{name}, tokens/s": round(rate, 1) for name, rate in rates.items()}

@@ -58,8 +58,8 @@ def growths(rows: list[Row]) -> list[str]:
     lines = []
     for grows, fixed in (("rollouts", "replicas"), ("replicas", "rollouts")):
         for number in sorted({row[fixed] for row in rows}):
-            of_number = [row for row in rows if row[fixed] == number]
-            powers = [(name, power([(row[grows], row[name]) for row in of_number])) for name in FIGURES]
+            rows_of_number = [row for row in rows if row[fixed] == number]
+            powers = [(name, power([(row[grows], row[name]) for row in rows_of_number])) for name in FIGURES]
             if not math.isnan(powers[0][1]):
                 exponents = ", ".join(f"{name} {exponent:+.2f}" for name, exponent in powers)
                 lines.append(f"with {grows}, at {number} {fixed}: {exponents}")

@@ -126,12 +126,14 @@ def _wait_for_orphans() -> None:
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     """With the arguments that every comparison has."""
-    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--pairs", type=int, default=20)
-    made.add_argument("--steps", type=int, default=20, help="of reinforcement")
-    made.add_argument("--supervised-steps", type=int, default=20)
-    made.add_argument("--whole", action="store_true", help="the config's own steps and evaluations instead")
-    return made
+    arguments_parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    arguments_parser.add_argument("--pairs", type=int, default=20)
+    arguments_parser.add_argument("--steps", type=int, default=20, help="of reinforcement")
+    arguments_parser.add_argument("--supervised-steps", type=int, default=20)
+    arguments_parser.add_argument("--whole", action="store_true", help="the config's own steps and evaluations instead")
+    return arguments_parser
 
 
 def length(args: argparse.Namespace) -> tuple[str, ...]:
@@ -143,9 +145,9 @@ def length(args: argparse.Namespace) -> tuple[str, ...]:
 
 
 def main() -> None:
-    made = parser(__doc__)
-    made.add_argument("checkout", type=Path)
-    args, more = made.parse_known_args()
+    arguments_parser = parser(__doc__)
+    arguments_parser.add_argument("checkout", type=Path)
+    args, more = arguments_parser.parse_known_args()
     overrides = (*length(args), *more)
     base = args.checkout.resolve()
     compare(Side("this", ROOT, overrides), Side(str(args.checkout), base, overrides), args.pairs)

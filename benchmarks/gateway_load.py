@@ -126,15 +126,15 @@ def cpu_s(process: psutil.Process) -> float:
 
 
 def summary(blocks: dict[str, list], kind: str = "gateway") -> dict:
-    per_s = {kind: [b["completions"] / b["seconds"] for b in of_kind] for kind, of_kind in blocks.items()}
+    per_s = {kind: [b["completions"] / b["seconds"] for b in kind_blocks] for kind, kind_blocks in blocks.items()}
     memory = [block["rss_mib"] for block in blocks[kind]]
     return {
         "completions_per_s": {kind: round(median(values), 1) for kind, values in per_s.items()},
         "ratio": round(median(g / d for d, g in zip(per_s["direct"], per_s[kind])), 3),
         "ratios": [round(g / d, 3) for d, g in zip(per_s["direct"], per_s[kind])],
         "num_completions": sum(block["completions"] for block in blocks[kind]),
-        "errors": sum(block["errors"] for of_kind in blocks.values() for block in of_kind),
-        "cpu_ms": {kind: round(median(b["cpu_ms"] for b in of_kind), 2) for kind, of_kind in blocks.items()},
+        "errors": sum(block["errors"] for kind_blocks in blocks.values() for block in kind_blocks),
+        "cpu_ms": {kind: round(median(b["cpu_ms"] for b in kind_blocks), 2) for kind, kind_blocks in blocks.items()},
         "server_cpu_ms": round(median(block["server_ms"] for block in blocks[kind]), 3),
         "rss_mib": [round(memory[0], 1), round(memory[-1], 1)],
         "rss_growth": round(memory[-1] / memory[0] - 1, 4),

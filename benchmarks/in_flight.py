@@ -51,7 +51,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         seconds = asyncio.run(measure(args.rollouts, args.blocks, args.max_tokens, f"{directory}/run"))
-    middle = {size: round(median(of_size) * 1e6, 1) for size, of_size in seconds.items()}
+    middle = {size: round(median(size_seconds) * 1e6, 1) for size, size_seconds in seconds.items()}
     ratio = round(middle[args.rollouts[-1]] / middle[args.rollouts[0]], 3)
     print(json.dumps({"microseconds_per_token": middle, "ratio": ratio}))
 

@@ -149,8 +149,10 @@ def main() -> None:
         "work": args.work,
         "tasks": args.tasks,
         "threads": list(args.threads),
-        "seconds_per_step": {lag: round(median(of_lag), 3) for lag, of_lag in seconds.items()},
-        "ratio": {lag: round(median(a / b for a, b in zip(first, of_lag)), 3) for lag, of_lag in seconds.items()},
+        "seconds_per_step": {lag: round(median(lag_seconds), 3) for lag, lag_seconds in seconds.items()},
+        "ratio": {
+            lag: round(median(a / b for a, b in zip(first, lag_seconds)), 3) for lag, lag_seconds in seconds.items()
+        },
     }
     print(json.dumps(line))
 

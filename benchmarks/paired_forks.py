@@ -49,17 +49,17 @@ def accuracy(run: Path, step: int) -> float:
 
 def alike(first: Path, second: Path, after: int) -> dict[int, tuple[float, float]]:
     """Steps after the fork -> (share of draws with the same tokens, correlation of the rewards of one draw)."""
-    of_run = []
+    records_of_runs = []
     for run in (first, second):
         records = read_rollouts(RunDir(run))
-        of_run.append({(r["step"], r["rollout_id"]): r for r in records if after < r["step"] <= after + STEPS})
+        records_of_runs.append({(r["step"], r["rollout_id"]): r for r in records if after < r["step"] <= after + STEPS})
     pairs = defaultdict(list)
-    for (step, name), record in of_run[1].items():
-        pairs[step - after].append((of_run[0][step, name], record))
+    for (step, name), record in records_of_runs[1].items():
+        pairs[step - after].append((records_of_runs[0][step, name], record))
     result = {}
-    for steps, of_step in sorted(pairs.items()):
-        same = fmean(all(a["tokens"] == b["tokens"] for a, b in zip(x["turns"], y["turns"])) for x, y in of_step)
-        rewards = [[x["reward"], y["reward"]] for x, y in of_step]
+    for steps, step_pairs in sorted(pairs.items()):
+        same = fmean(all(a["tokens"] == b["tokens"] for a, b in zip(x["turns"], y["turns"])) for x, y in step_pairs)
+        rewards = [[x["reward"], y["reward"]] for x, y in step_pairs]
         result[steps] = same, float(np.corrcoef(np.array(rewards).T)[0, 1])
     return result
 
@@ -89,20 +89,20 @@ def main() -> int:
             fork = args.output_dir / f"{kind.replace(' ', '-')}-{point}"
             end = ["--set", f"controller.num_steps={point + STEPS}"]
             command("fork", fork, str(parent), "--at", str(point), "--set", args.set, *end, *own)
-            for steps, of_kind in differences.items():
-                of_kind[kind].append(accuracy(fork, point + steps) - accuracy(run, point + steps))
-        for steps, of_step in alike(run, args.output_dir / f"{PAIRED}-{point}", point).items():
-            likeness[steps].append(of_step)
+            for steps, differences_by_kind in differences.items():
+                differences_by_kind[kind].append(accuracy(fork, point + steps) - accuracy(run, point + steps))
+        for steps, step_pairs in alike(run, args.output_dir / f"{PAIRED}-{point}", point).items():
+            likeness[steps].append(step_pairs)
         last = {kind: f"{so_far[-1]:+.3f}" for kind, so_far in differences[STEPS].items()}
         print(f"fork at {point}:", *(f"{kind} {value}" for kind, value in last.items()), flush=True)
-    for steps, of_points in sorted(likeness.items()):
-        same, correlation = (fmean(values) for values in zip(*of_points))
+    for steps, point_likeness in sorted(likeness.items()):
+        same, correlation = (fmean(values) for values in zip(*point_likeness))
         print(
             f"{steps:2d} steps after: tokens equal in {same:.3f} of the draws, rewards correlate by {correlation:.3f}"
         )
-    for steps, of_kind in differences.items():
-        for kind, differences_of_kind in of_kind.items():
-            ratio = variance(of_kind[PAIRED]) / variance(differences_of_kind)
+    for steps, differences_by_kind in differences.items():
+        for kind, differences_of_kind in differences_by_kind.items():
+            ratio = variance(differences_by_kind[PAIRED]) / variance(differences_of_kind)
             print(
                 f"{steps} steps after, {kind}: mean difference {fmean(differences_of_kind):+.3f}, variance "
                 f"{variance(differences_of_kind):.3g}, the paired one's share of it {ratio:.2f}"

@@ -155,26 +155,26 @@ def main() -> int:
         root, failed = args.output_dir or Path(temporary), 0
         for number, seed in enumerate(args.seeds):
             local, draw, path, start = number < args.local, random.Random(seed), root / str(seed), time.monotonic()
-            of_run = config(path, seed, replicas=1 if local else 2, steps=args.steps, draw=draw)
+            run_config = config(path, seed, replicas=1 if local else 2, steps=args.steps, draw=draw)
             if args.scale and not local:
-                of_run.generator.max_replica_restarts = 3  # the only replica may be the one that is killed
+                run_config.generator.max_replica_restarts = 3  # the only replica may be the one that is killed
             first = 0
             if args.middle:
-                of_run.controller.checkpoint_every, of_run.controller.keep_last = 2, args.steps
-                of_run.sampling.max_tokens = 48
+                run_config.controller.checkpoint_every, run_config.controller.keep_last = 2, args.steps
+                run_config.sampling.max_tokens = 48
                 first = draw.randrange(2, args.steps, 2)
-            done = asyncio.run(train(of_run, draw, kill=not local, scale=args.scale and not local))
+            done = asyncio.run(train(run_config, draw, kill=not local, scale=args.scale and not local))
             _, problems = audit(RunDir(path))
             same, verdict = replay(path, backend="local" if local else "actors", first=first)
             failed += not same or bool(problems)
             print(
-                f"seed {seed}, {of_run.algorithm.batch_order}, {'local' if local else 'actors'}, from {first}: "
+                f"seed {seed}, {run_config.algorithm.batch_order}, {'local' if local else 'actors'}, from {first}: "
                 f"{verdict}; audit: {problems[0] if problems else 'clean'}; "
                 f"{', '.join(done)}; {time.monotonic() - start:.0f} s",
                 flush=True,
             )
         print(f"{len(args.seeds) - failed} of {len(args.seeds)}: audit clean, and the replay is the run", flush=True)
-        print(f"control, run again without its schedule: {once_more(path, of_run)}", flush=True)
+        print(f"control, run again without its schedule: {once_more(path, run_config)}", flush=True)
     return int(failed > 0)
 
 

@@ -116,8 +116,8 @@ async def measure(args: argparse.Namespace) -> dict:
             }
     before, after = (sum(map(cost.alone, map(len, data))), 0.0)
     for group in range(args.groups):
-        of_group = [len(datum) for datum in data if datum.group == group]
-        after += cost.together(args.prompt - 1, of_group)
+        group_lengths = [len(datum) for datum in data if datum.group == group]
+        after += cost.together(args.prompt - 1, group_lengths)
     return result | {"estimate": after / before}
 
 

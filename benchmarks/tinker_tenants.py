@@ -82,12 +82,12 @@ def measure(rounds: int, samples: int, merged: bool) -> dict:
             alone.append(tenants[0].rate(rounds))
             for tenant in tenants:
                 tenant.close()
-    of_one = sum(alone) / 2
+    alone_per_s = sum(alone) / 2
     return {
         "merged": merged,
         "alone, rounds/s": [round(rate, 3) for rate in alone],
         "together, rounds/s": [round(together[i], 3) for i in (0, 1)],
-        "of one alone": round(min(together.values()) / of_one, 3),
+        "of one alone": round(min(together.values()) / alone_per_s, 3),
     }
 
 

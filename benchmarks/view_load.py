@@ -76,8 +76,10 @@ def part(steps: list[int], rng: np.random.Generator, mean_tokens: int) -> pa.Tab
     seen = np.add.reduceat(lengths, np.r_[0, np.cumsum(turns)[:-1]])
     schema = SCHEMAS["rollouts"]
     turn, sequence = schema.field("turns").type.value_type, schema.field("sequences").type.value_type
-    of_turns = pa.ListArray.from_arrays(_offsets(turns), _turns(lengths, rng, turn))
-    of_sequences = pa.ListArray.from_arrays(_offsets(np.ones(n, int)), _sequences(seen, lengths, turns, rng, sequence))
+    turn_array = pa.ListArray.from_arrays(_offsets(turns), _turns(lengths, rng, turn))
+    sequence_array = pa.ListArray.from_arrays(
+        _offsets(np.ones(n, int)), _sequences(seen, lengths, turns, rng, sequence)
+    )
     index = np.arange(n)
     slots = np.array(steps) * GROUPS_PER_STEP + (index // GROUP) % GROUPS_PER_STEP
     rewards = (rng.random(n) < 0.4).astype(float)
@@ -105,8 +107,8 @@ def part(steps: list[int], rng: np.random.Generator, mean_tokens: int) -> pa.Tab
         "policy_version_min": pa.array(np.array(steps), pa.int32()),
         "policy_version_max": pa.array(np.array(steps) + 1, pa.int32()),
         "seconds": pa.array([[("play", 1.5), ("reward", 0.01)]] * n, schema.field("seconds").type),
-        "turns": of_turns,
-        "sequences": of_sequences,
+        "turns": turn_array,
+        "sequences": sequence_array,
     }
     empty = pa.nulls(n)
     return pa.table([pa.array(columns.get(f.name, empty)).cast(f.type) if not isinstance(columns.get(f.name), pa.Array)
@@ -115,7 +117,7 @@ def part(steps: list[int], rng: np.random.Generator, mean_tokens: int) -> pa.Tab
 
 def _turns(lengths: np.ndarray, rng: np.random.Generator, kind: pa.StructType) -> pa.StructArray:
     n, total = len(lengths), int(lengths.sum())
-    made = {
+    columns = {
         "prompt": pa.array([f"observation {i % 1000}" for i in range(n)]),
         "text": pa.array([" ".join(WORDS[: 1 + i % 40]) * 4 for i in range(n)]),
         "num_prompt_tokens": pa.array(rng.integers(20, 400, n), pa.int32()),
@@ -124,7 +126,7 @@ def _turns(lengths: np.ndarray, rng: np.random.Generator, kind: pa.StructType) -
         "logprobs": _lists(lengths, -rng.exponential(0.5, total), pa.float64()),
         "policy_versions": _lists(lengths, np.full(total, 7), pa.int32()),
     }
-    return _struct(made, kind, n)
+    return _struct(columns, kind, n)
 
 
 def _sequences(sampled: np.ndarray, lengths, turns, rng: np.random.Generator, kind: pa.StructType) -> pa.StructArray:
@@ -135,7 +137,7 @@ def _sequences(sampled: np.ndarray, lengths, turns, rng: np.random.Generator, ki
     spans = [
         [[t, 59 + int(lengths[f : f + t].sum()), int(lengths[f + t])] for t in range(k)] for f, k in zip(first, turns)
     ]
-    made = {
+    columns = {
         "tokens": _lists(whole, rng.integers(0, 150_000, total), pa.int32()),
         "target_tokens": _lists(whole, rng.integers(0, 150_000, total), pa.int32()),
         "loss_mask": _lists(whole, np.ones(total, np.int8), pa.int8()),
@@ -144,11 +146,11 @@ def _sequences(sampled: np.ndarray, lengths, turns, rng: np.random.Generator, ki
         "policy_logprobs": _lists(whole, -rng.exponential(0.5, total), pa.float64()),
         "turns": pa.array(spans, kind.field("turns").type),
     }
-    return _struct(made, kind, n)
+    return _struct(columns, kind, n)
 
 
-def _struct(made: dict[str, pa.Array], kind: pa.StructType, n: int) -> pa.StructArray:
-    return pa.StructArray.from_arrays([made.get(f.name, pa.nulls(n, f.type)) for f in kind], fields=list(kind))
+def _struct(columns: dict[str, pa.Array], kind: pa.StructType, n: int) -> pa.StructArray:
+    return pa.StructArray.from_arrays([columns.get(f.name, pa.nulls(n, f.type)) for f in kind], fields=list(kind))
 
 
 def _lists(lengths: np.ndarray, values: np.ndarray, kind: pa.DataType) -> pa.ListArray:

@@ -191,7 +191,7 @@ def rungs(device: Device) -> dict[str, dict[str, Any]]:
 
 def decoding() -> list[list[str]]:
     """Bounds of decoding, and rungs of the engine ladder."""
-    of_devices = {device: rungs(device) for device in DEVICES}
+    rungs_by_device = {device: rungs(device) for device in DEVICES}
     columns = [
         "model",
         "requests",
@@ -211,7 +211,7 @@ def decoding() -> list[list[str]]:
                 measured: list[Any] = ["", "", "", ""]
                 if flavor == "0.6B":
                     names = ("v2-eager", "v2-graphs", "v2-graphs-ahead")
-                    rows = [of_devices[device].get(name) for name in names]
+                    rows = [rungs_by_device[device].get(name) for name in names]
                     measured = ["" if row is None else _thousands(row[requests.column]) for row in rows]
                     measured.append("" if rows[-1] is None else f"{rows[-1][requests.column] / bound:.0%}")
                 flops = requests.number * forward_flops(shape, 2 * requests.context)

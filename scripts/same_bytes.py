@@ -99,7 +99,9 @@ def compare(first: Path, second: Path) -> int:
         lines, other_lines = rows(first), rows(second)
         if part == "rollouts" and lines and other_lines:  # versions of the package may record more or fewer columns
             both = lines[0].keys() & other_lines[0].keys() - {"seconds", "turn_seconds"}
-            lines, other_lines = ([{k: row[k] for k in both} for row in of_run] for of_run in (lines, other_lines))
+            lines, other_lines = (
+                [{k: row[k] for k in both} for row in run_lines] for run_lines in (lines, other_lines)
+            )
         names, num_lines = names.union(*lines), num_lines + len(lines)
         differing = (i for i, (a, b) in enumerate(zip(lines, other_lines)) if a != b)
         if (i := next(differing, None)) is not None:

@@ -6,7 +6,7 @@ status 1.
 - A file name occurs once, but for the shapes in `SHAPES` that repeat in each folder on purpose.
 - No class has a single subclass, unless users subclass it and its docstring says so.
 - No module replaces a name of another module at run time, but for `adapters.py`, and for the hooks in `HOOKS`.
-- Names are nouns and verbs of the field: no binding is called one of `WORDS`.
+- Names are nouns and verbs of the field: no binding is called one of `WORDS`, no variable begins with `of_`.
 """
 
 from __future__ import annotations
@@ -50,13 +50,17 @@ WORDS = {
     "what": "name the thing: `record`, `fields`, `item`",
     "which": "name the choice: `name`, `index`",
     "others": "name the rest: `siblings`, `remaining`",
+    "made": "name the result: `message`, `table`",
 }
 """Word -> what to write instead."""
 
 _PASSED_ON = 3
 """How often a name may be imported from a module that has imported it itself."""
 
-PUBLIC_WORDS = {("rule.py", "what"): "a key of `diagnose --json`, which programs of users read"}
+PUBLIC_WORDS = {
+    ("rule.py", "what"): "a key of `diagnose --json`, which programs of users read",
+    ("certificate.py", "made"): "a key of the certificates in docs/families, the date of each",
+}
 """(file, name) that stays -> why."""
 
 
@@ -164,8 +168,10 @@ def vague_names(path: Path, tree: ast.Module) -> Iterator[tuple[int, str]]:
             name = node.name
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             name = node.attr
-        if (word := name.strip("_").lower()) in WORDS and (path.name, name) not in PUBLIC_WORDS:
+        if (word := name.strip("_").lower().removesuffix("_t")) in WORDS and (path.name, name) not in PUBLIC_WORDS:
             yield getattr(node, "lineno", 0), f"{name}: says nothing; {WORDS[word]}"
+        if name.startswith("of_") and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield getattr(node, "lineno", 0), f"{name}: says whose and not what; name the thing first: `run_values`"
 
 
 if __name__ == "__main__":

@@ -198,11 +198,11 @@ def unit(name: str) -> str:
     Example: `unit("time/step_s")` is `"seconds"`, `unit("reward/mean")` is `"reward"`.
     """
     phase, _, rest = name.partition("/")
-    of_phase = rest if phase in PHASES else name
+    name_in_phase = rest if phase in PHASES else name
     for pattern, text in _UNITS.items():
-        if re.fullmatch(pattern, name) or re.fullmatch(pattern, of_phase):
+        if re.fullmatch(pattern, name) or re.fullmatch(pattern, name_in_phase):
             return text
-    return of_phase.split("/")[0]
+    return name_in_phase.split("/")[0]
 
 
 def entry(name: str) -> str | None:

@@ -120,9 +120,9 @@ def check(result: Result, args: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=check.__doc__)
-    made.add_argument("--variant", choices=[*WHOLE, *STEPS], required=True)
-    return made
+    arguments = argparse.ArgumentParser(description=check.__doc__)
+    arguments.add_argument("--variant", choices=[*WHOLE, *STEPS], required=True)
+    return arguments
 
 
 if __name__ == "__main__":

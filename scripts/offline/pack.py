@@ -188,8 +188,8 @@ def pack(
     with tempfile.TemporaryDirectory(prefix="offline-", dir=out) as scratch, ProcessPoolExecutor() as pool:
         sources = {path: content(site, path, Path(scratch), arch, slim) for path in files}
         blocks = list(blocks_of(sources))
-        of_blocks = [[sources[segment.path] for segment in block] for block in blocks]
-        results = track(pool.map(compressed, of_blocks, blocks), "packing", total=len(blocks))
+        block_sources = [[sources[segment.path] for segment in block] for block in blocks]
+        results = track(pool.map(compressed, block_sources, blocks), "packing", total=len(blocks))
         for block, data in zip(blocks, results, strict=True):
             if not pieces or pieces[-1]["size"] + len(data) > piece_bytes:
                 pieces.append({"name": f"piece-{len(pieces):02}.xz", "size": 0, "unpacked": 0, "blocks": []})

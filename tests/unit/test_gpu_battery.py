@@ -3,8 +3,10 @@
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -319,3 +321,41 @@ def test_flops_by_hand():
     assert model_flops(shape, num_tokens=5, mean_length=3) == 5 * (6 * 1288 + 384)
     assert peak_bf16_flops("NVIDIA H100 80GB HBM3") == 989e12 and peak_bf16_flops("NVIDIA H100 PCIe") == 756e12
     assert peak_bf16_flops("Radeon") is None
+
+
+SLEEPER = """
+import argparse, os, time
+from scripts.gpu_checks.result import run_check
+
+def check(result, args):
+    result.note(pid=os.getpid())
+    time.sleep(90)
+
+run_check(check, argparse.ArgumentParser())
+"""
+BATTERY = """
+import sys
+from scripts import gpu_battery
+from scripts.gpu_checks.catalogue import Check
+
+gpu_battery.CHECKS[:] = [
+    Check(name="sleeper", teaches="", needs="nothing", num_gpus=0, tiny=True, time_limit_s=100, command=(sys.argv[2],))
+]
+sys.exit(gpu_battery.main(["--tiny", "--out", sys.argv[1]]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+async def test_a_battery_that_is_stopped_leaves_no_check_behind(tmp_path, number):
+    (tmp_path / "sleeper.py").write_text(SLEEPER)
+    arguments = [str(tmp_path / "out"), str(tmp_path / "sleeper.py")]
+    battery = subprocess.Popen([sys.executable, "-c", BATTERY, *arguments], cwd=ROOT)
+    result, values = tmp_path / "out" / "json" / "sleeper.json", {}
+    deadline = time.monotonic() + 60
+    while not values:
+        assert time.monotonic() < deadline and battery.poll() is None, "the check has not begun"
+        time.sleep(0.1)
+        values = json.loads(result.read_text())["values"] if result.exists() else {}
+    battery.send_signal(number)
+    battery.wait(30)
+    await gone(values["pid"])

@@ -280,3 +280,18 @@ def test_what_is_no_library_and_what_has_no_device_code_stay_as_they_are(tmp_pat
     python = Path(shutil.copy(Path(sys.executable).resolve(), tmp_path / "python"))
     before = python.read_bytes()
     assert keep_architecture(python, 90) == 0 and python.read_bytes() == before
+
+
+def test_what_was_killed_as_the_environment_was_made_goes_on(site, tmp_path, monkeypatch):
+    packed(site, tmp_path / "pieces")
+    create = unpacking.venv.create
+
+    def killed(*args, **options):
+        create(*args, **options)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as changed:
+        changed.setattr(unpacking.venv, "create", killed)
+        with pytest.raises(KeyboardInterrupt):
+            unpack(tmp_path / "pieces", tmp_path / "into")
+    assert unpack(tmp_path / "pieces", tmp_path / "into", whole=True) == [] and content(tmp_path / "into") == KEPT

@@ -153,8 +153,10 @@ def _sequences(
         if sequence.tokens and turn.prompt_tokens[: len(sequence.tokens)] != sequence.tokens:
             yield sequence
             sequence = _Sequence(rollout.id, group, number, first_turn=index)
-        of_turn = advantages[index] if isinstance(advantages, list) else [advantages] * len(turn.completion.tokens)
-        sequence.extend(turn, of_turn, credits[index], masked=rollout.masked)
+        turn_advantages = (
+            advantages[index] if isinstance(advantages, list) else [advantages] * len(turn.completion.tokens)
+        )
+        sequence.extend(turn, turn_advantages, credits[index], masked=rollout.masked)
     if sequence.tokens:
         yield sequence
 

@@ -77,7 +77,7 @@ def _teacher_advantages(datum: Datum, config: DistillConfig) -> list[float]:
     return token_advantages(student, teacher, coef=config.coef, discount=config.discount)
 
 
-def _advantages(datum: Datum, of_trained: list[float], add: bool) -> torch.Tensor:
+def _advantages(datum: Datum, trained_advantages: list[float], add: bool) -> torch.Tensor:
     advantages_T = datum.loss_inputs["advantages"].clone() if add else torch.zeros(len(datum))
-    advantages_T[datum.loss_inputs["loss_mask"] > 0] += torch.tensor(of_trained)
+    advantages_T[datum.loss_inputs["loss_mask"] > 0] += torch.tensor(trained_advantages)
     return advantages_T

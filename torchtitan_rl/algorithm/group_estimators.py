@@ -110,9 +110,11 @@ def length_discounted(
     is_right_G = group.rewards_G >= correct
     if not is_right_G.any():
         return estimator(group.rewards_G)
-    of_right = group.lengths_G[is_right_G]
-    spread = of_right.std(correction=0)
-    relative_G = (group.lengths_G - of_right.mean()) / (spread if of_right.max() > of_right.min() else 1.0)
+    right_lengths = group.lengths_G[is_right_G]
+    spread = right_lengths.std(correction=0)
+    relative_G = (group.lengths_G - right_lengths.mean()) / (
+        spread if right_lengths.max() > right_lengths.min() else 1.0
+    )
     relative_G = torch.where(is_right_G, relative_G, 0.0)
     return estimator(torch.where(is_right_G, group.rewards_G * (1 - alpha * relative_G.sigmoid()), group.rewards_G))
 

@@ -94,9 +94,9 @@ def set_baselines(group: RolloutGroup, greedy: RolloutGroup) -> None:
     """Sets the baseline of every rollout of a draw: the reward of the first greedy rollout of its role, filled in as
     `fill_rewards` does. Raises ValueError as `fill_rewards` does."""
     rewards: dict[str, float | None] = {}
-    for of_role in by_task_and_role([rollout for rollout in greedy.rollouts if rollout.turns]):
-        fill_rewards(of_role)
-        rewards[of_role.rollouts[0].role] = of_role.rollouts[0].reward
+    for role_group in by_task_and_role([rollout for rollout in greedy.rollouts if rollout.turns]):
+        fill_rewards(role_group)
+        rewards[role_group.rollouts[0].role] = role_group.rollouts[0].reward
     for rollout in group.rollouts:
         rollout.baseline = rewards.get(rollout.role)
 

@@ -68,8 +68,8 @@ def completion_logprobs(data: list[Datum], logprobs: list[torch.Tensor], *, mean
     with `mean` their mean."""
     sums = []
     for datum, logprobs_T in zip(data, logprobs, strict=True):
-        of_completion = logprobs_T[datum.loss_inputs["loss_mask"] > 0].double()
-        sums.append(of_completion.mean() if mean else of_completion.sum())
+        trained_logprobs = logprobs_T[datum.loss_inputs["loss_mask"] > 0].double()
+        sums.append(trained_logprobs.mean() if mean else trained_logprobs.sum())
     return torch.stack(sums)
 
 

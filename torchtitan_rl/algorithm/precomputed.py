@@ -135,7 +135,9 @@ def use_precomputed(groups: list[RolloutGroup], config: AlgorithmConfig) -> dict
         group.precomputed = own is not None
         if own is not None:
             numbers = [[number for turn in turns for number in turn] for turns in own]
-            group.advantages = [math.fsum(of_rollout) / max(1, len(of_rollout)) for of_rollout in numbers]
+            group.advantages = [
+                math.fsum(rollout_numbers) / max(1, len(rollout_numbers)) for rollout_numbers in numbers
+            ]
             advantages[index] = own
     return advantages
 

@@ -19,16 +19,16 @@ def with_routing(data: list[Datum], turns: list[tuple[str, list[tuple[int, Turn]
     forward that sampled it, or, for the tokens between turns, of the next turn's prompt. Raises ValueError for a turn
     whose completion has no experts, or experts of another number of tokens.
     """
-    made = []
-    for datum, (rollout, of_datum) in zip(data, turns, strict=True):
+    routed = []
+    for datum, (rollout, datum_turns) in zip(data, turns, strict=True):
         parts: list[torch.Tensor] = []
         num_routed = 0
-        for start, turn in of_datum:
+        for start, turn in datum_turns:
             experts = _checked(turn, start, rollout)
             parts.append(experts[num_routed:])
             num_routed = len(experts)
-        made.append(dataclasses.replace(datum, routing=Routing(experts=torch.cat(parts), replayed=replayed)))
-    return made
+        routed.append(dataclasses.replace(datum, routing=Routing(experts=torch.cat(parts), replayed=replayed)))
+    return routed
 
 
 def without_routing(data: list[Datum]) -> list[Datum]:

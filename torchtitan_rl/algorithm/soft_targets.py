@@ -22,15 +22,17 @@ def with_soft_targets(data: list[Datum], turns: list[tuple[str, list[tuple[int, 
     the turn's first sampled token.
     Raises ValueError for soft targets that do not fit their turn or are not finite.
     """
-    for rollout, of_datum in turns:
-        for _, turn in of_datum:
+    for rollout, datum_turns in turns:
+        for _, turn in datum_turns:
             _check(turn, rollout)
-    width = max(turn.soft_targets[0].shape[1] for _, of_datum in turns for _, turn in of_datum if turn.soft_targets)
+    width = max(
+        turn.soft_targets[0].shape[1] for _, datum_turns in turns for _, turn in datum_turns if turn.soft_targets
+    )
     soft = []
-    for datum, (_, of_datum) in zip(data, turns, strict=True):
+    for datum, (_, datum_turns) in zip(data, turns, strict=True):
         tokens_TK = torch.zeros(len(datum) + 1, width, dtype=torch.long)
         shares_TK = torch.zeros(len(datum) + 1, width)
-        for start, turn in of_datum:
+        for start, turn in datum_turns:
             if turn.soft_targets is not None:
                 tokens, shares = turn.soft_targets
                 place = slice(start, start + len(tokens)), slice(0, tokens.shape[1])
@@ -50,14 +52,14 @@ def with_soft_columns(data: list[Datum], soft: list[tuple[torch.Tensor, torch.Te
 def appended(data: list[Datum]) -> list[Datum]:
     """Datums in the trainer's form: targets (T, 1 + K), the sampled token first, and `soft_weights` (T, K), which are
     shares x the token's weight."""
-    made = []
+    with_targets = []
     for datum in data:
         inputs = dict(datum.loss_inputs)
         tokens_TK, shares_TK = inputs.pop("soft_tokens"), inputs.pop("soft_shares")
         inputs["soft_weights"] = inputs["token_weights"][:, None] * shares_TK
         targets = torch.cat([datum.target_tokens[:, None], tokens_TK], 1)
-        made.append(dataclasses.replace(datum, target_tokens=targets, loss_inputs=inputs))
-    return made
+        with_targets.append(dataclasses.replace(datum, target_tokens=targets, loss_inputs=inputs))
+    return with_targets
 
 
 def _check(turn: Turn, rollout: str) -> None:

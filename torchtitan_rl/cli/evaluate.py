@@ -51,7 +51,7 @@ async def evaluate(args: argparse.Namespace, config: RunConfig) -> int:
     from torchtitan_rl.weights.origin import origin
 
     weights, source = hf_weights(Path(args.checkpoint)), origin(Path(args.checkpoint))
-    config.output_dir, of_step = config.output_dir or dated(f"eval-{config.name}"), source.text and f"{source.text}: "
+    config.output_dir, prefix = config.output_dir or dated(f"eval-{config.name}"), source.text and f"{source.text}: "
     if args.num_tasks is not None and args.num_tasks < 1:
         raise ValueError(f"--num-tasks={args.num_tasks}: must be at least 1")
     if args.pass_rates is not None and not os.access(Path(args.pass_rates).absolute().parent, os.W_OK):
@@ -60,11 +60,11 @@ async def evaluate(args: argparse.Namespace, config: RunConfig) -> int:
     async def body(controller: Controller) -> None:
         controller.state.step = source.step or 0
         result = await controller.evaluate(args.split, num_tasks=args.num_tasks, pass_at_k=config.controller.pass_at_k)
-        print(f"{of_step}{args.split} accuracy {result.accuracy:.4f}{result.failed_text()}")
+        print(f"{prefix}{args.split} accuracy {result.accuracy:.4f}{result.failed_text()}")
         if args.pass_rates is not None:
             write_pass_rates(args.pass_rates, result.pass_rates)
         for name, result in (await controller.evaluate_sets()).items():
-            print(f"{of_step}{name} {result.split} accuracy {result.accuracy:.4f}{result.failed_text()}")
+            print(f"{prefix}{name} {result.split} accuracy {result.accuracy:.4f}{result.failed_text()}")
 
     return await run_controller(
         args,

@@ -45,10 +45,10 @@ def run(args: argparse.Namespace) -> int:
     if args.outcome is not None:
         attempt(args.outcome)
     if args.resume or args.outcome is not None:
-        made = existing_fork(Path(args.output_dir), Path(args.run), args.at, args.set)
-        if made is not None:
-            args.resume, made.output_dir = "auto", args.output_dir
-            return train(args, made)
+        fork_config = existing_fork(Path(args.output_dir), Path(args.run), args.at, args.set)
+        if fork_config is not None:
+            args.resume, fork_config.output_dir = "auto", args.output_dir
+            return train(args, fork_config)
     args.resume = "latest"  # of a fork that has just been made: its only checkpoint
     config, point = plan_fork(
         Path(args.run), args.at, args.set, name=args.name, output_dir=args.output_dir, new_draws=args.new_draws

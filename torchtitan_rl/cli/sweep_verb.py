@@ -114,8 +114,8 @@ def _checked(args: argparse.Namespace) -> tuple[Plan, list[int]]:
     config = configured(args)
     if any(word.split("=")[0] == "--seed" for word in args.overrides):
         raise ValueError("--seed: a sweep has a parent for each of its seeds; give them as --seeds")
-    of_jobs = ("at_once", "gpus_per_host", "time_limit", "partition", "account")
-    if not args.slurm and (wrong := next((name for name in of_jobs if getattr(args, name)), "")):
+    job_options = ("at_once", "gpus_per_host", "time_limit", "partition", "account")
+    if not args.slurm and (wrong := next((name for name in job_options if getattr(args, name)), "")):
         raise ValueError(
             f"--{wrong.replace('_', '-')}={getattr(args, wrong)}: is for jobs of Slurm; add --slurm, or leave it out"
         )

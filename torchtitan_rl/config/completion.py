@@ -76,8 +76,8 @@ def _fish(options: Mapping[str, Sequence[str]], configured: Sequence[str]) -> It
     verbs = " ".join(options)
     yield f'complete -c torchtitan-rl -f -n "not __fish_seen_subcommand_from {verbs}" -a "{verbs}"'
     for verb, own in options.items():
-        of_verb = f'-n "__fish_seen_subcommand_from {verb}"'
+        condition = f'-n "__fish_seen_subcommand_from {verb}"'
         if verb in configured:
-            yield f'complete -c torchtitan-rl {of_verb} -k -a "(__fish_complete_suffix .py)"'
+            yield f'complete -c torchtitan-rl {condition} -k -a "(__fish_complete_suffix .py)"'
         for option in own:
-            yield f"complete -c torchtitan-rl {of_verb} -l {option.removeprefix('--')}"
+            yield f"complete -c torchtitan-rl {condition} -l {option.removeprefix('--')}"

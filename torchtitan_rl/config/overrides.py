@@ -133,8 +133,8 @@ def _fields(target: Any, kind: Any) -> dict[str, Any]:
     of new keys, where `kind` is a dictionary of numbers or texts."""
     if isinstance(target, dict):
         types = {name: float if type(value) is int else type(value) for name, value in target.items()}
-        of_keys = get_args(kind)[1] if get_origin(kind) is dict else None
-        return types | ({"*": of_keys} if of_keys in (float, int, str, bool) else {})
+        value_type = get_args(kind)[1] if get_origin(kind) is dict else None
+        return types | ({"*": value_type} if value_type in (float, int, str, bool) else {})
     if not dataclasses.is_dataclass(target):
         return {}
     hints = field_types(type(target))

@@ -25,10 +25,10 @@ __all__ = ["field_types", "function_of", "parsed", "shell_text", "words_of"]
 
 def field_types(config_class: type, *, constraints: bool = False) -> dict[str, Any]:
     """Type of every field of a config class; on request as `Annotated`, where the field has constraints."""
-    of_torchtitan = TORCHTITAN_FIELDS.get(config_class, {})
+    torchtitan_types = TORCHTITAN_FIELDS.get(config_class, {})
     if not constraints:
-        of_torchtitan = {name: get_args(kind)[0] for name, kind in of_torchtitan.items()}
-    return _hints(config_class, constraints) | of_torchtitan
+        torchtitan_types = {name: get_args(kind)[0] for name, kind in torchtitan_types.items()}
+    return _hints(config_class, constraints) | torchtitan_types
 
 
 @functools.cache

@@ -136,7 +136,7 @@ class MeshSamplingClient(SamplingClient):
         if len(self._replicas) == 1 or self._routes is not None:
             return {}
         times = zip(self._replicas, self._router.times(), strict=False)  # the router knows a replica that is joining
-        return {replica.mesh.role: of_replica for replica, of_replica in times}
+        return {replica.mesh.role: replica_times for replica, replica_times in times}
 
     def loaded_version(self) -> int | None:
         versions = {replica.loaded_version for replica in self._replicas if replica.lost is None}

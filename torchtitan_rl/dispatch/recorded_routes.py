@@ -23,11 +23,11 @@ class RecordedRoutes:
             for entry in entries
             for number, key in entry.requests
         )
-        of_request: dict[tuple[int, str], list[int]] = defaultdict(list)
+        indices_by_request: dict[tuple[int, str], list[int]] = defaultdict(list)
         for _, index, number, key in admissions:
-            of_request[number, key].append(index)
+            indices_by_request[number, key].append(index)
         self._routes: dict[str, deque[list[int]]] = defaultdict(deque)
-        for (_, key), indices in sorted(of_request.items()):
+        for (_, key), indices in sorted(indices_by_request.items()):
             self._routes[key].append(indices)
 
     def route(self, request: Request) -> list[int]:

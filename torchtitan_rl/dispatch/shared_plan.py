@@ -17,7 +17,9 @@ from torchtitan_rl.types import Datum
 
 __all__ = ["PrefixCost", "SharedPlan", "plan_siblings", "prefix_cost"]
 
-_WORTH = 0.9  # siblings compute their prompt together when that is estimated to take at most so much of the time
+_MAX_TIME_SHARE = (
+    0.9  # siblings compute their prompt together when that is estimated to take at most so much of the time
+)
 # On a CPU, by processor time of one thread; docs/performance.md has estimates beside what was measured.
 _CALLS_FLOPS = 2.0e7  # operations of matrix products that take as long as one group's own calls in a layer
 _ATTENTION = 3.0  # times that attention takes for an operation, in what a matrix product takes
@@ -33,7 +35,7 @@ class PrefixCost:
     """Cost of the further calls of attention that one group of siblings needs, in all layers."""
 
     def alone(self, length: int) -> float:
-        """Cost of a datum that is computed whole: a query sees half of the datum on average."""
+        """Cost of a datum that is computed datum_plan: a query sees half of the datum on average."""
         return length + self.pair * length * length / 2
 
     def together(self, prompt: int, lengths: Sequence[int]) -> float:
@@ -93,7 +95,7 @@ def plan_siblings(data: list[Datum], num_ranks: int, max_tokens: int, cost: Pref
 
     Siblings that do not fit into a microbatch, or would leave ranks without work, are cut into several parts with the
     prompt in each. Where the estimate is against it, datums are planned one by one as `plan_microbatches` does; so is
-    the whole call when the fullest rank would have no less to do."""
+    the datum_plan call when the fullest rank would have no less to do."""
     lengths, prompts = [len(datum) for datum in data], [_prompt_length(datum) for datum in data]
     prompt_tokens = sum(size + 1 for size in prompts)  # and the last one, which every sibling computes
     groups = _siblings(data, prompts)
@@ -101,8 +103,8 @@ def plan_siblings(data: list[Datum], num_ranks: int, max_tokens: int, cost: Pref
     units, alone = [], set(range(len(data)))
     for members in groups:
         for part in _parts(members, prompts[members[0]], lengths, max_tokens, num_parts):
-            of_part = [lengths[i] for i in part.members]
-            if cost.together(part.prompt, of_part) <= _WORTH * sum(map(cost.alone, of_part)):
+            part_lengths = [lengths[i] for i in part.members]
+            if cost.together(part.prompt, part_lengths) <= _MAX_TIME_SHARE * sum(map(cost.alone, part_lengths)):
                 units.append(part)
                 alone -= set(part.members)
     plain = plan_microbatches(lengths, num_ranks, max_tokens)
@@ -112,8 +114,10 @@ def plan_siblings(data: list[Datum], num_ranks: int, max_tokens: int, cost: Pref
         ranks = plan_microbatches(sizes, num_ranks, max_tokens)
         if _fullest(ranks, sizes) < _fullest(plain, lengths):
             shared = {i: unit.prompt for unit in units for i in unit.members[1:]}
-            whole = [[[i for u in members for i in units[u].members] for members in of_rank] for of_rank in ranks]
-            return SharedPlan(whole, shared, prompt_tokens)
+            datum_plan = [
+                [[i for u in members for i in units[u].members] for members in microbatches] for microbatches in ranks
+            ]
+            return SharedPlan(datum_plan, shared, prompt_tokens)
     return SharedPlan(plain, {}, prompt_tokens)
 
 
@@ -165,4 +169,4 @@ def _unit(members: list[int], prompt: int, lengths: list[int]) -> _Unit:
 
 
 def _fullest(ranks: Plan, sizes: list[int]) -> int:
-    return max(sum(sizes[index] for members in of_rank for index in members) for of_rank in ranks)
+    return max(sum(sizes[index] for members in microbatches for index in members) for microbatches in ranks)

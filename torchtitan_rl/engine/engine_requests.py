@@ -75,10 +75,10 @@ def scores(output: Any, request: Any) -> Scores | tuple[torch.Tensor, torch.Tens
     tokens, entries = output.prompt_token_ids[1:], output.prompt_logprobs[1:]
     if not top_k:
         pairs = enumerate(zip(tokens, entries, strict=True))
-        of_tokens = Scores(entry[token].logprob if i >= cached else math.nan for i, (token, entry) in pairs)
+        token_scores = Scores(entry[token].logprob if i >= cached else math.nan for i, (token, entry) in pairs)
         if len(request.version_starts) == 1:
-            of_tokens.policy_version = request.version_starts[0][1]
-        return of_tokens
+            token_scores.policy_version = request.version_starts[0][1]
+        return token_scores
     rows = [_likeliest(entry, top_k) for entry in entries]
     return (
         torch.tensor([[token for token, _ in row] for row in rows]),

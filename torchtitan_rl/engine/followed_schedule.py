@@ -57,8 +57,8 @@ class FollowedSchedule:
     def futures(self) -> list[Future]:
         """Of all commands that are held back."""
         loads = [futures for waiting in self._loads.values() for _, futures in waiting]
-        of_commands = sum(loads + [futures for _, futures in self._at_once], [])
-        return [future for *_, future in self._early_requests()] + of_commands
+        command_futures = sum(loads + [futures for _, futures in self._at_once], [])
+        return [future for *_, future in self._early_requests()] + command_futures
 
     def receive(self, command: Command, futures: list[Future]) -> None:
         """Takes a command that has come."""

@@ -91,20 +91,20 @@ class AdapterBatch:
         slots_T = np.repeat(slots_R, lengths_R)
         order_T = np.argsort(slots_T, kind="stable")
         used, starts, counts = np.unique(slots_T[order_T], return_index=True, return_counts=True)
-        of_slots = [
+        rows_by_slot = [
             (int(slot), order_T[start : start + count])
             for slot, start, count in zip(used, starts, counts, strict=True)
             if slot != NO_SLOT
         ]
-        if not of_slots:
+        if not rows_by_slot:
             return
         # Side by side every slot from the first to the last costs as much as the one with the most tokens, such as that
         # of a prompt.
-        longest, span = max(len(rows) for _, rows in of_slots), of_slots[-1][0] - of_slots[0][0] + 1
-        if span * longest <= _FREE_ROWS + _MOST_FILLING * sum(len(rows) for _, rows in of_slots):
-            self.groups = [_side_by_side(of_slots, span, longest, device, dtype)]
+        longest, span = max(len(rows) for _, rows in rows_by_slot), rows_by_slot[-1][0] - rows_by_slot[0][0] + 1
+        if span * longest <= _FREE_ROWS + _MOST_FILLING * sum(len(rows) for _, rows in rows_by_slot):
+            self.groups = [_side_by_side(rows_by_slot, span, longest, device, dtype)]
         else:
-            self.groups = [_side_by_side([one], 1, len(one[1]), device, dtype) for one in of_slots]
+            self.groups = [_side_by_side([one], 1, len(one[1]), device, dtype) for one in rows_by_slot]
 
 
 _FREE_ROWS, _MOST_FILLING = 64, 1.5
@@ -112,13 +112,13 @@ _FREE_ROWS, _MOST_FILLING = 64, 1.5
 
 
 def _side_by_side(
-    of_slots: list[tuple[int, np.ndarray]], span: int, longest: int, device: torch.device, dtype: torch.dtype
+    rows_by_slot: list[tuple[int, np.ndarray]], span: int, longest: int, device: torch.device, dtype: torch.dtype
 ) -> _SlotRows:
     """The rows of each slot, of `span` slots from the first on."""
     rows_SL = np.zeros((span, longest), dtype=np.int64)
     mask_SL = np.zeros((span, longest), dtype=np.float32)
-    first = of_slots[0][0]
-    for slot, rows in of_slots:
+    first = rows_by_slot[0][0]
+    for slot, rows in rows_by_slot:
         rows_SL[slot - first, : len(rows)], mask_SL[slot - first, : len(rows)] = rows, 1
     rows_S2L = rows_SL[:, None] * 2 + np.arange(2)[:, None]
     return _SlotRows(

@@ -45,8 +45,8 @@ class VllmAlone:
 
     def complete(self, prompts: Sequence[list[int]], params: Sequence[EngineSamplingParams]) -> list[list[int]]:
         """The completion of each prompt."""
-        for index, (prompt, of_prompt) in enumerate(zip(prompts, params, strict=True)):
-            self._engine.add_request(str(index), tokens_input(prompt), of_prompt)
+        for index, (prompt, prompt_params) in enumerate(zip(prompts, params, strict=True)):
+            self._engine.add_request(str(index), tokens_input(prompt), prompt_params)
         completions: dict[int, list[int]] = {}
         while self._engine.has_unfinished_requests():
             for output in self._engine.step():

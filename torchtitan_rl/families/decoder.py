@@ -195,10 +195,10 @@ class DecoderShape(ABC):
     def to_hf(self, eos_token_id: int, pad_token_id: int) -> dict[str, Any]:
         """The content of a Hugging Face `config.json` with these sizes."""
         scaled = self._hf_rope()
-        of_version_4 = {"rope_scaling": scaled} if "rope_type" in scaled else {}  # it knows no rope_parameters
+        version_4_keys = {"rope_scaling": scaled} if "rope_type" in scaled else {}  # it knows no rope_parameters
         return dict(
             **self._hf_kind(),
-            **of_version_4,
+            **version_4_keys,
             vocab_size=self.vocab_size,
             hidden_size=self.dim,
             num_hidden_layers=self.n_layers,

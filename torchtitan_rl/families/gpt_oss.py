@@ -155,7 +155,7 @@ def _adapter(model_config: Any, hf_assets_path: str | None) -> Any:
     from torchtitan.models.gpt_oss.state_dict_adapter import GptOssStateDictAdapter
 
     experts, theirs = "layers.{}.moe.routed_experts.inner_experts.", "model.layers.{}.mlp."
-    of_experts = {
+    expert_names = {
         f"{theirs}experts.gate_up_proj": f"{experts}mlp1_weight_EGD",
         f"{theirs}experts.gate_up_proj_bias": f"{experts}mlp1_bias_EG",
         f"{theirs}experts.down_proj": f"{experts}mlp2_weight_EDF",
@@ -168,7 +168,7 @@ def _adapter(model_config: Any, hf_assets_path: str | None) -> Any:
             super().__init__(model_config, hf_assets_path)
             for name in [name for name in self.from_hf_map if ".experts." in name]:
                 del self.from_hf_map[name]
-            self.from_hf_map.update(of_experts)
+            self.from_hf_map.update(expert_names)
 
         def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
             state = super().to_hf(state_dict)

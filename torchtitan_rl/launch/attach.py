@@ -60,12 +60,12 @@ class Hosts:
         """The indices of the hosts that have not left."""
         return [index for index in range(len(self.hosts)) if index not in self._left]
 
-    async def lost(self, of_mesh: Sequence[int]) -> list[str]:
+    async def lost(self, mesh_hosts: Sequence[int]) -> list[str]:
         """Addresses of the hosts whose worker does not answer; [] unless `attached`. Looks at the hosts that the run
         began with, and at those of a mesh: what a joined host does concerns no other mesh."""
         if not self.attached:
             return []
-        looked_at = [index for index in self.present() if index not in self.joined or index in of_mesh]
+        looked_at = [index for index in self.present() if index not in self.joined or index in mesh_hosts]
         errors = await asyncio.gather(*(_unreachable(f"tcp://{self.hosts[index].address}") for index in looked_at))
         return [self.hosts[index].address for index, error in zip(looked_at, errors, strict=True) if error]
 

@@ -63,8 +63,8 @@ def shifted(scores_N: np.ndarray, turns: list[np.ndarray], by: int) -> np.ndarra
     """The scores as they would read if every turn's entries were `by` places late (early: negative); NaN where a turn
     has no such entry."""
     moved_N = np.full(len(scores_N), np.nan)
-    for of_turn in turns:
-        for place, source in zip(of_turn[max(0, by) :], of_turn[max(0, -by) :]):
+    for turn_places in turns:
+        for place, source in zip(turn_places[max(0, by) :], turn_places[max(0, -by) :]):
             moved_N[place] = scores_N[source]
     return moved_N
 

@@ -120,7 +120,7 @@ class MismatchExplainer:
             return None
         if not (chosen := await running("explain the mismatch", self._chosen(groups))):
             return None
-        samples = [sample for of_rollout in chosen.values() for sample in of_rollout]
+        samples = [sample for rollout_samples in chosen.values() for sample in rollout_samples]
         scoring = running("explain the mismatch", self._score(samples, newest=True))
         return _Scoring(chosen, asyncio.ensure_future(scoring))
 
@@ -214,9 +214,9 @@ class MismatchExplainer:
     # What it means.
 
     async def _explained(self, chosen: dict[int, list[Sample]]) -> dict[str, float]:
-        for place, of_rollout in chosen.items():
-            add_trainer(of_rollout, [pair for pair in self._trained if pair[0].rollout == place])
-        samples = [sample for of_rollout in chosen.values() for sample in of_rollout]
+        for place, rollout_samples in chosen.items():
+            add_trainer(rollout_samples, [pair for pair in self._trained if pair[0].rollout == place])
+        samples = [sample for rollout_samples in chosen.values() for sample in rollout_samples]
         parts = gap.decomposed(samples, between="newest")
         served = self._generator.policy_version
         memory = [then for then in (self._first, *self._memory) if then is not None and then.version != served]

@@ -77,8 +77,8 @@ class Sample:
         by older weights, unless the generator has computed their cache again."""
         kept_N = np.zeros(len(self.place_N), bool)
         for turn in np.unique(self.turn_N):
-            of_turn = np.flatnonzero(self.turn_N == turn)
-            kept_N[of_turn] = self.version_N[of_turn] != self.version_N[of_turn[0]]
+            in_turn = np.flatnonzero(self.turn_N == turn)
+            kept_N[in_turn] = self.version_N[in_turn] != self.version_N[in_turn[0]]
         return kept_N
 
     def scored(self, scores: Iterable[float]) -> np.ndarray:

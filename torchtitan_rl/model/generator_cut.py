@@ -43,8 +43,8 @@ def _adapter_cut(layer: str, factor: str) -> int | None:
     layer whose columns are."""
     if layer == "wqkv":  # fused: the groups of query heads follow one another
         return 0 if factor == "lora_b" else None
-    of_layer = cut_dim(f"{layer}.weight")
-    return of_layer if (of_layer, factor) in ((0, "lora_b"), (1, "lora_a")) else None
+    layer_dim = cut_dim(f"{layer}.weight")
+    return layer_dim if (layer_dim, factor) in ((0, "lora_b"), (1, "lora_a")) else None
 
 
 def num_cuts(size: int, n_kv_heads: int) -> int:

@@ -247,21 +247,24 @@ def external(agent: Callable | list[str], **settings: Any) -> External:
             raise ValueError("external: agent=[]: is no command; give a program and its arguments")
     elif not callable(agent):
         raise ValueError(f"external: agent={agent!r}: is neither a function nor a list of words; give one of them")
-    made = External(agent=agent, **settings)
-    if not made.timeout_s > 0:
-        raise ValueError(f"external: timeout_s={made.timeout_s}: must be above 0")
-    if made.command.isolate not in ("auto", "require", "off"):
+    agent_workflow = External(agent=agent, **settings)
+    if not agent_workflow.timeout_s > 0:
+        raise ValueError(f"external: timeout_s={agent_workflow.timeout_s}: must be above 0")
+    if agent_workflow.command.isolate not in ("auto", "require", "off"):
         raise ValueError(
-            f"external: command.isolate={made.command.isolate!r}: there is no such way; use auto, require or off"
+            f"external: command.isolate={agent_workflow.command.isolate!r}: there is no such way; use auto, require or "
+            "off"
         )
-    if not isinstance(agent, list) and (made.sandbox is not None or made.judge is not None):
+    if not isinstance(agent, list) and (agent_workflow.sandbox is not None or agent_workflow.judge is not None):
         raise ValueError("external: sandbox, judge: are for an agent that is a command; give a list of words")
-    if made.judge is not None and not inspect.iscoroutinefunction(made.judge):
-        raise ValueError(f"external: judge={made.judge!r}: is no async function of (task, sandbox); write one")
-    if not made.model:
+    if agent_workflow.judge is not None and not inspect.iscoroutinefunction(agent_workflow.judge):
+        raise ValueError(
+            f"external: judge={agent_workflow.judge!r}: is no async function of (task, sandbox); write one"
+        )
+    if not agent_workflow.model:
         raise ValueError("external: model='': agents ask for a name; give one")
-    check_ignored(made.ignored, "external: ignored")
-    return made
+    check_ignored(agent_workflow.ignored, "external: ignored")
+    return agent_workflow
 
 
 async def _called(agent: Callable, task: Task, endpoint: Endpoint) -> Any:

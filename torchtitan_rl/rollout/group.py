@@ -180,9 +180,9 @@ async def _failed_to_judge(
 def _check_rewards(rollout: Rollout) -> None:
     """Raises RuntimeError for a reward, a part of a reward or a turn's reward that a workflow gave and that is none,
     and for the name of a part or role that no metric can contain."""
-    of_turns = {f"reward of turn {i}": turn.reward for i, turn in enumerate(rollout.turns)}
+    turn_rewards = {f"reward of turn {i}": turn.reward for i, turn in enumerate(rollout.turns)}
     parts = {f"reward part {name!r}": number for name, number in rollout.reward_parts.items()}
-    for name, number in {"reward": rollout.reward, **of_turns, **parts}.items():
+    for name, number in {"reward": rollout.reward, **turn_rewards, **parts}.items():
         if number is not None and not is_reward(number):
             raise RuntimeError(
                 f"algorithm.workflow: gave {name} {number!r} for task {rollout.task.id!r}; give {A_REWARD}"

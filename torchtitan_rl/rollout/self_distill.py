@@ -139,7 +139,7 @@ class DistillGroup:
         for rollout, advantage in zip(group.rollouts, estimated, strict=True):
             for turn in rollout.turns:
                 own: Any = turn.advantages  # a list, set above
-                turn.advantages = [advantage + of_token for of_token in own]
+                turn.advantages = [advantage + token_advantage for token_advantage in own]
 
 
 def distill_group(

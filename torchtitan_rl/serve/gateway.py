@@ -324,10 +324,10 @@ class _Routes:
         chat = query.chat
         (reply,) = await self._completed(request, session, chat, lambda: [session.chat_prompt(chat)])
         stop = stopped_by(session.policy.text(reply.completion), chat.stops)
-        made = message_events.message(reply, chat.model or session.model, stop)
+        reply_body = message_events.message(reply, chat.model or session.model, stop)
         if chat.stream:
-            return _events(message_events.event_bytes(message_events.message_events(made)))
-        return _sent(message_events.whole_message(made))
+            return _events(message_events.event_bytes(message_events.message_events(reply_body)))
+        return _sent(message_events.whole_message(reply_body))
 
     async def count_tokens(self, request: Request) -> Response:
         await self._load_dialects()
@@ -347,13 +347,13 @@ class _Routes:
         chat = query.chat
         (reply,) = await self._completed(request, session, chat, lambda: [session.chat_prompt(chat)])
         events = response_events.item_events(reply, query, session.policy.tokenizer)
-        made = response_events.response(reply, query, session, events)
-        whole = response_events.whole_response(made)
+        reply_body = response_events.response(reply, query, session, events)
+        whole = response_events.whole_response(reply_body)
         if query.request.store is not False:
             before = query.conversation
             stored.keep(StoredResponse(whole, [*before.messages, responses.answer_message(reply)], before.items))
         if chat.stream:
-            return _events(response_events.event_bytes(response_events.response_events(made, events)))
+            return _events(response_events.event_bytes(response_events.response_events(reply_body, events)))
         return _sent(whole)
 
     async def count_input_tokens(self, request: Request) -> Response:

@@ -68,13 +68,13 @@ class GuessNumber:
         check_index(self, split, index)
         if split != "train":
             low, number = self._tasks[split][index]
-            return self._made(split, index, low, number, None)
+            return self._task_of(split, index, low, number, None)
         rng = random.Random(stable_hash(self.config.seed, split, index))
         low, number = rng.choice(self._tasks[split])
         guesses = []
         while len(guesses) < self.config.max_guesses and number not in guesses:
             guesses.append(rng.randrange(low, low + self.config.range_size))
-        return self._made(split, index, low, number, [f"{guess}." for guess in guesses])
+        return self._task_of(split, index, low, number, [f"{guess}." for guess in guesses])
 
     def environment(self, task: Task) -> GuessNumberEnv:
         return GuessNumberEnv(task, max_guesses=self.config.max_guesses)
@@ -83,7 +83,7 @@ class GuessNumber:
         """Rewards of first guesses, given without the environment."""
         return [float(completion == f"{task.answer}.") for completion in completions]
 
-    def _made(self, split: str, index: int, low: int, number: int, demonstration: list[str] | None) -> Task:
+    def _task_of(self, split: str, index: int, low: int, number: int, demonstration: list[str] | None) -> Task:
         prompt = f"{low}-{low + self.config.range_size - 1}?"
         return Task(id=f"{self.name}/{split}/{index}", prompt=prompt, answer=number, demonstration=demonstration)
 

@@ -76,11 +76,11 @@ class Rewards:
         answers: list = await asyncio.gather(*calls, return_exceptions=True)
         if failed := next((answer for answer in answers if isinstance(answer, BaseException)), None):
             raise failed
-        of_name: Parts = dict(zip(self.functions, answers, strict=True))
+        rewards_by_name: Parts = dict(zip(self.functions, answers, strict=True))
         if parts is not None:
-            parts |= of_name | {f"{name}.{part}": of[part] for name, of in inner.items() for part in of}
+            parts |= rewards_by_name | {f"{name}.{part}": of[part] for name, of in inner.items() for part in of}
         sums = [
-            math.fsum(self.weights[name] * numbers[i] for name, numbers in of_name.items())
+            math.fsum(self.weights[name] * numbers[i] for name, numbers in rewards_by_name.items())
             for i in range(len(completions))
         ]
         for i, total in enumerate(sums):

@@ -48,7 +48,7 @@ class RowTasks:
 
     def _item(self, row: dict[str, Any], position: int) -> dict[str, Any]:
         if self.config.from_row is not None:
-            parts = self._made(row, position)
+            parts = self._parts_of(row, position)
         else:
             parts = {part: value_at(row, column) for part, column in self.columns.items() if column is not None}
         for part in self._needed():
@@ -125,23 +125,23 @@ class RowTasks:
             raise self._error("prompt", position, "ends with the assistant's message", wanted)
         return messages
 
-    def _made(self, row: dict[str, Any], position: int) -> dict[str, Any]:
+    def _parts_of(self, row: dict[str, Any], position: int) -> dict[str, Any]:
         function: Any = self.config.from_row
         name = getattr(function, "__qualname__", type(function).__qualname__)
         try:
-            made = function(row)
+            task_parts = function(row)
         except Exception as error:
             where = f"{name} raised {one_line(error)} for {self.row_name(position)}"
             raise ValueError(f"dataset.from_row: {where}; mend the function") from error
         wanted = f"return a dict with {', '.join(_PARTS)}"
-        if not isinstance(made, dict):
-            kind = type(made).__name__
+        if not isinstance(task_parts, dict):
+            kind = type(task_parts).__name__
             raise ValueError(f"dataset.from_row: {name} returned a {kind} for {self.row_name(position)}; {wanted}")
-        for part in made:
+        for part in task_parts:
             if part not in _PARTS:
                 where = f"{name} returned {part!r} for {self.row_name(position)}"
                 raise ValueError(f"dataset.from_row: {where}; {wanted}{near(str(part), _PARTS)}")
-        return made
+        return task_parts
 
     def _error(self, part: str, position: int, problem: str, remedy: str) -> ValueError:
         if self.config.from_row is not None:

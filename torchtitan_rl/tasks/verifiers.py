@@ -157,17 +157,17 @@ def _loaded(env: str) -> _Loaded:
         ours["harness"] = vf.HarnessConfig(id=HARNESS)
     if "runtime" not in agent.model_fields_set:
         ours["runtime"] = vf.SubprocessConfig()
-    made = vf.load_environment(config.model_copy(update={name: agent.model_copy(update=ours)}))
-    if not made.taskset.bounded:
+    loaded_environment = vf.load_environment(config.model_copy(update={name: agent.model_copy(update=ours)}))
+    if not loaded_environment.taskset.bounded:
         raise ValueError(f"verifiers.env={env}: its task set is endless; use one with an end")
-    if made.taskset.toolsets(made.taskset.config):
+    if loaded_environment.taskset.toolsets(loaded_environment.taskset.config):
         raise ValueError(f"verifiers.env={env}: its tasks share tool servers; use one whose tasks bring their own")
-    rows = list(made.taskset)
+    rows = list(loaded_environment.taskset)
     for task in {type(row): row for row in rows}.values():
         for toolset in task.toolsets(task.config):
             if toolset.config.url is None and toolset.config.runtime.type == "subprocess":
                 _make_importable(type(toolset))
-    return _Loaded(made, rows)
+    return _Loaded(loaded_environment, rows)
 
 
 def _make_importable(toolset: type) -> None:

@@ -52,7 +52,7 @@ def audit(run_dir: RunDir, *, goes_on: bool = False) -> tuple[dict[str, int], li
             ended[record["draw"]].append(record)
     newest: float = math.inf
     if goes_on:  # what is read later may have more than the ledger had, and of its newest step not all yet
-        trained = (end["step"] for of_draw in ended.values() for end in of_draw if end["event"] == "trained")
+        trained = (end["step"] for draw_ends in ended.values() for end in draw_ends if end["event"] == "trained")
         newest = max(trained, default=0)
     steps = [line["step"] for line in run_dir.read_metrics() if line["phase"] == "reinforcement"]
     steps = [step for step in steps if step <= newest]
@@ -70,16 +70,16 @@ def audit(run_dir: RunDir, *, goes_on: bool = False) -> tuple[dict[str, int], li
     slots = sorted(int(draw.split("/")[0]) for draw in admitted if draw.endswith("/0"))
     if slots != list(range(len(slots))):
         problems.append(f"slots: {len(slots)} were filled, and they are not 0 to {len(slots) - 1}")
-    rollouts, of_rollouts = _of_rollouts(run_dir, ended, newest)
-    problems += _of_steps(steps, ended) + of_rollouts + _of_checkpoints(run_dir, records, newest)
-    ends = Counter(of_draw[-1]["event"] for of_draw in ended.values())
+    rollouts, rollout_problems = _of_rollouts(run_dir, ended, newest)
+    problems += _of_steps(steps, ended) + rollout_problems + _of_checkpoints(run_dir, records, newest)
+    ends = Counter(draw_ends[-1]["event"] for draw_ends in ended.values())
     counts = {"attempts": len(attempts(run_dir)), "steps": last, "rollouts": rollouts, "admitted": len(admitted)}
     return counts | {event: ends[event] for event in _ENDS} | {"cut_short": len(open_draws)}, problems
 
 
 def _of_steps(steps: list[int], ended: dict[str, list[dict[str, Any]]]) -> list[str]:
     problems = [f"metrics: step {step} has {count} lines" for step, count in Counter(steps).items() if count > 1]
-    trained = {record["step"] for of_draw in ended.values() for record in of_draw if record["event"] == "trained"}
+    trained = {record["step"] for draw_ends in ended.values() for record in draw_ends if record["event"] == "trained"}
     problems += [f"step {step}: has a line of metrics, and no draw was trained" for step in sorted({*steps} - trained)]
     return problems + [f"step {step}: trained draws, and has no line of metrics" for step in sorted(trained - {*steps})]
 
@@ -92,13 +92,13 @@ def _of_rollouts(run_dir: RunDir, ended: dict[str, list[dict[str, Any]]], newest
         if record["draw"] and record["step"] <= newest:  # a hook's own rollouts may name none
             recorded[record["draw"]].add(record["step"])
     problems = []
-    for draw, of_draw in ended.items():
-        if of_draw[-1]["event"] == "failed" or of_draw[-1]["step"] == newest and draw not in recorded:
+    for draw, draw_ends in ended.items():
+        if draw_ends[-1]["event"] == "failed" or draw_ends[-1]["step"] == newest and draw not in recorded:
             continue
-        if recorded.get(draw, set()) != {of_draw[-1]["step"]}:
+        if recorded.get(draw, set()) != {draw_ends[-1]["step"]}:
             steps_of_rollouts = sorted(recorded.get(draw, ()))
             problems.append(
-                f"draw {draw}: ended at step {of_draw[-1]['step']}, its rollouts are recorded at {steps_of_rollouts}"
+                f"draw {draw}: ended at step {draw_ends[-1]['step']}, its rollouts are recorded at {steps_of_rollouts}"
             )
     problems += [f"draw {draw}: has rollouts, and no end" for draw in recorded if draw not in ended]
     return len(rollouts), problems

@@ -120,13 +120,16 @@ def compare(runs: Sequence[Run], metrics: Sequence[str] = ()) -> Comparison:
     config = {path: [group.config.get(path) for group in groups] for path in paths}
     differing = {path: values for path, values in config.items() if any(value != values[0] for value in values)}
     lasts = [[_final(run) for run in group.runs] for group in groups]
-    finals = [[{n: x for n, x in of_run.items() if math.isfinite(x)} for of_run in of_group] for of_group in lasts]
+    finals = [
+        [{n: x for n, x in run_finals.items() if math.isfinite(x)} for run_finals in group_finals]
+        for group_finals in lasts
+    ]
     not_finite: dict[str, list[str]] = defaultdict(list)
-    for group, of_group in zip(groups, lasts):
-        for label, of_run in zip(group.names, of_group):
-            for name in of_run.keys() - {name for name, value in of_run.items() if math.isfinite(value)}:
+    for group, group_finals in zip(groups, lasts):
+        for label, run_finals in zip(group.names, group_finals):
+            for name in run_finals.keys() - {name for name, value in run_finals.items() if math.isfinite(value)}:
                 not_finite[name].append(label)
-    names = list(dict.fromkeys(name for of_group in finals for of_run in of_group for name in of_run))
+    names = list(dict.fromkeys(name for group_finals in finals for run_finals in group_finals for name in run_finals))
     if lost := [metric for metric in metrics if not matching(metric, names) and matching(metric, not_finite)]:
         raise ValueError(f"metrics={','.join(lost)}: no run has finite numbers at its end; name other metrics")
     if unknown := [metric for metric in metrics if not matching(metric, names)]:
@@ -136,11 +139,16 @@ def compare(runs: Sequence[Run], metrics: Sequence[str] = ()) -> Comparison:
     if metrics:
         names = [name for metric in metrics for name in matching(metric, names)]
     elif len(groups) > 1:
-        names = [n for n in names if sum(any(n in of_run for of_run in of_group) for of_group in finals) > 1]
+        names = [
+            n for n in names if sum(any(n in run_finals for run_finals in group_finals) for group_finals in finals) > 1
+        ]
     if not names:
         raise ValueError("runs: they have no numbers to compare; let them make some steps")
     rows = [
-        Row(name=name, values=[[of_run[name] for of_run in of_group if name in of_run] for of_group in finals])
+        Row(
+            name=name,
+            values=[[run_finals[name] for run_finals in group_finals if name in run_finals] for group_finals in finals],
+        )
         for name in sorted(names, key=lambda name: (not name.startswith("eval/"), name))
         if metrics or not name.endswith(_UNCOMPARED)
     ]
@@ -150,8 +158,8 @@ def compare(runs: Sequence[Run], metrics: Sequence[str] = ()) -> Comparison:
     rows = [row for row in rows if row.name not in equal]
     shown = {row.name for row in rows} | {*equal}
     notes += [
-        f"{name}: not finite in {', '.join(of_runs)}, which its means leave out"
-        for name, of_runs in sorted(not_finite.items())
+        f"{name}: not finite in {', '.join(run_names)}, which its means leave out"
+        for name, run_names in sorted(not_finite.items())
         if name in shown
     ]
     return Comparison(groups=groups, config=differing, rows=rows, paired=_paired(groups), notes=notes)

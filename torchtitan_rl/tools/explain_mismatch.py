@@ -308,6 +308,6 @@ async def _score_under(version: int, samples: list[Sample], stack: Stack, rescor
     ]
     output = await stack.roles["policy"].forward(data)
     for sample, logprobs_T, scores_N in zip(samples, output.policy_logprobs, await rescorer.scores(samples)):
-        of_version = sample.version_N == version
-        sample.between_N = np.where(of_version, sample.scored(logprobs_T.tolist()), sample.between_N)
-        sample.sampled_N = np.where(of_version, scores_N, sample.sampled_N)
+        by_version_N = sample.version_N == version
+        sample.between_N = np.where(by_version_N, sample.scored(logprobs_T.tolist()), sample.between_N)
+        sample.sampled_N = np.where(by_version_N, scores_N, sample.sampled_N)

@@ -116,7 +116,7 @@ def _tokens_by_step(run: Run) -> Iterator[tuple[int, dict[str, _Sampled]]]:
     """(step, rollout -> what it sampled), in order."""
     columns = ("step", "attempt", "rollout_id", "text", "turns")
     records = read_rollouts(run.directory, columns)
-    for step, of_step in groupby(records, key=lambda record: record["step"]):
+    for step, step_records in groupby(records, key=lambda record: record["step"]):
         yield (
             step,
             {
@@ -124,7 +124,7 @@ def _tokens_by_step(run: Run) -> Iterator[tuple[int, dict[str, _Sampled]]]:
                     [token for turn in record["turns"] for token in turn["tokens"] or ()] if record["turns"] else None,
                     record["text"] or "",
                 )
-                for record in of_step
+                for record in step_records
             },
         )
 

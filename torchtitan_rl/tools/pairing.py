@@ -49,8 +49,8 @@ class PairedAccuracy:
         rng = np.random.default_rng(0)
 
         def weights() -> tuple[np.ndarray, np.ndarray]:
-            of_pairs = rng.multinomial(num_pairs, [1 / num_pairs] * num_pairs, size=_RESAMPLES)
-            return of_pairs, rng.multinomial(num_tasks, [1 / num_tasks] * num_tasks, size=_RESAMPLES)
+            pair_counts = rng.multinomial(num_pairs, [1 / num_pairs] * num_pairs, size=_RESAMPLES)
+            return pair_counts, rng.multinomial(num_tasks, [1 / num_tasks] * num_tasks, size=_RESAMPLES)
 
         def means(correct_PT: np.ndarray, weights_RP: np.ndarray, weights_RT: np.ndarray) -> np.ndarray:
             return ((weights_RP @ correct_PT) * weights_RT).sum(1) / correct_PT.size
@@ -112,12 +112,12 @@ def _are_pair(first: Run, second: Run) -> bool:
     if first.config().get("seed") != second.config().get("seed"):
         return False
     points = [fork_point(run.path) for run in (first, second)]
-    of_first, of_second = points
-    if of_first is not None and of_second is not None:
-        return (of_first.parent, of_first.step) == (of_second.parent, of_second.step)
-    if of_first is None and of_second is None:
+    first_point, second_point = points
+    if first_point is not None and second_point is not None:
+        return (first_point.parent, first_point.step) == (second_point.parent, second_point.step)
+    if first_point is None and second_point is None:
         return True
-    parent, point = (first, of_second) if of_second is not None else (second, of_first)
+    parent, point = (first, second_point) if second_point is not None else (second, first_point)
     return point is not None and point.parent == str(parent.path.resolve())
 
 
@@ -127,17 +127,17 @@ def paired_accuracies(pairs: Sequence[tuple[Run, Run]]) -> list[PairedAccuracy]:
     correct = [tuple(_greedy(run) for run in pair) for pair in pairs]
     if not correct:
         return []
-    sets = [name for name in correct[0][0] if all(name in of_run for pair in correct for of_run in pair)]
+    sets = [name for name in correct[0][0] if all(name in run_sets for pair in correct for run_sets in pair)]
     accuracies = []
     for name in sets:
         common = [sorted(first[name].keys() & second[name].keys()) for first, second in correct]
         if not all(common):
             continue
         chosen = [(first[name][steps[-1]], second[name][steps[-1]]) for (first, second), steps in zip(correct, common)]
-        tasks = sorted(set.intersection(*(set(of_run) for pair in chosen for of_run in pair)))
+        tasks = sorted(set.intersection(*(set(run_sets) for pair in chosen for run_sets in pair)))
         if tasks:
             sides = [np.array([[pair[side][task] for task in tasks] for pair in chosen], float) for side in (0, 1)]
-            steps = [of_pair[-1] for of_pair in common]
+            steps = [pair_steps[-1] for pair_steps in common]
             accuracies.append(
                 PairedAccuracy(name=name[0], split=name[1], steps=steps, first_PT=sides[0], second_PT=sides[1])
             )
@@ -149,6 +149,6 @@ def _greedy(run: Run) -> dict[tuple[str, str], dict[int, dict[tuple[int, str], b
     by_set: dict[tuple[str, str], dict[int, dict[tuple[int, str], bool]]] = {}
     for record in read_evaluations(run.directory):
         if record["sample"] == 0:
-            of_step = by_set.setdefault((record["name"], record["split"]), {}).setdefault(record["step"], {})
-            of_step[record["task_index"], record["task_id"]] = bool(record["correct"])
+            step_answers = by_set.setdefault((record["name"], record["split"]), {}).setdefault(record["step"], {})
+            step_answers[record["task_index"], record["task_id"]] = bool(record["correct"])
     return by_set

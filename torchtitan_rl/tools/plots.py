@@ -79,8 +79,8 @@ def write_table(runs: Sequence[Run], path: str | Path, metrics: Sequence[str] = 
         with open(path, "w", newline="", encoding="utf-8") as file:
             table = csv.writer(file)
             table.writerow(("run", "curve", "step", "value"))
-            for of_runs in panels.values():
-                for name, by_name in zip(labels(runs), of_runs):
+            for curves_by_run in panels.values():
+                for name, by_name in zip(labels(runs), curves_by_run):
                     for label, curve in by_name.items():
                         table.writerows((name, label, step, curve[step]) for step in sorted(curve))
     except OSError as error:
@@ -118,8 +118,8 @@ def plot_runs(
     grid = figure.subplots(rows, columns, squeeze=False)
     for axes in grid.flat[num_panels:]:
         axes.remove()
-    for axes, (metric, of_runs) in zip(grid.flat, panels.items()):
-        _draw(axes, metric, of_runs, labels(runs), scale)
+    for axes, (metric, curves_by_run) in zip(grid.flat, panels.items()):
+        _draw(axes, metric, curves_by_run, labels(runs), scale)
     newest = [newest_rollouts(run.directory, (*COLUMNS, *HISTOGRAMS)) for run in runs] if histograms else []
     for axes, name in zip(grid.flat[len(panels) :], histograms):
         _draw_histogram(axes, name, newest)
@@ -133,16 +133,16 @@ def plot_runs(
     return Path(path)
 
 
-def _panels(of_runs: list[dict[str, Curve]], metrics: Sequence[str]) -> dict[str, list[dict[str, Curve]]]:
+def _panels(curves_by_run: list[dict[str, Curve]], metrics: Sequence[str]) -> dict[str, list[dict[str, Curve]]]:
     """Metric -> for every run its curves by name."""
-    every = list(dict.fromkeys(name for by_name in of_runs for name in by_name))
+    every = list(dict.fromkeys(name for by_name in curves_by_run for name in by_name))
     panels: dict[str, list[dict[str, Curve]]] = {}
     for metric in metrics or METRICS:
         names = matching(metric, every)
         if names or metrics:
             if not names:
                 raise ValueError(_nothing(metric, every))
-            panels[metric] = [{name: by_name[name] for name in names if name in by_name} for by_name in of_runs]
+            panels[metric] = [{name: by_name[name] for name in names if name in by_name} for by_name in curves_by_run]
     if not panels:
         raise ValueError(_nothing("", every))
     return panels
@@ -162,12 +162,12 @@ def _key(line: Line2D) -> Line2D:
     return Line2D([], [], color=line.get_color(), linestyle=line.get_linestyle(), linewidth=line.get_linewidth())
 
 
-def _draw_histogram(axes: Axes, name: str, of_runs: list[list[dict[str, Any]]]) -> None:
+def _draw_histogram(axes: Axes, name: str, rows_by_run: list[list[dict[str, Any]]]) -> None:
     """The distribution of a number over the newest batches' rollouts, an outline per run over common bins."""
     from matplotlib.ticker import PercentFormatter
 
-    values = [[x for row in rows if math.isfinite(x := _of_rollout(row.get(name)))] for rows in of_runs]
-    every = [x for of_run in values for x in of_run]
+    values = [[x for row in rows if math.isfinite(x := _of_rollout(row.get(name)))] for rows in rows_by_run]
+    every = [x for run_values in values for x in run_values]
     axes.set_title(f"{name.replace('num_', '')} of the newest batches' rollouts", fontsize=9)
     axes.set_xlabel(name.replace("num_", ""), fontsize=8)
     axes.set_ylabel("share of rollouts", fontsize=8)
@@ -175,11 +175,11 @@ def _draw_histogram(axes: Axes, name: str, of_runs: list[list[dict[str, Any]]]) 
         axes.text(0.5, 0.5, "no rollouts are recorded", ha="center", transform=axes.transAxes, fontsize=9)
         return
     low, high = min(every), max(every)
-    for index, of_run in enumerate(values):
-        if of_run:
-            axes.hist(of_run, bins=_BINS, range=(low, high), weights=[1 / len(of_run)] * len(of_run), histtype="step",
-                      color=COLORS[index % len(COLORS)], linestyle=_DASHES[index // len(COLORS) % 4],
-                      linewidth=1.3)  # fmt: skip
+    for index, run_values in enumerate(values):
+        if run_values:
+            weights = [1 / len(run_values)] * len(run_values)
+            axes.hist(run_values, bins=_BINS, range=(low, high), weights=weights, histtype="step", linewidth=1.3,
+                      color=COLORS[index % len(COLORS)], linestyle=_DASHES[index // len(COLORS) % 4])  # fmt: skip
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.grid(alpha=0.3)
 
@@ -191,11 +191,11 @@ def _of_rollout(value: Any) -> float:
     return math.nan if value is None else float(value)
 
 
-def _draw(axes: Axes, metric: str, of_runs: list[dict[str, Curve]], runs: list[str], scale: str) -> None:
+def _draw(axes: Axes, metric: str, curves_by_run: list[dict[str, Curve]], runs: list[str], scale: str) -> None:
     """Colour and, from the sixth run on, dashes tell the runs apart; markers tell sets and splits apart."""
-    names = list(dict.fromkeys(name for by_name in of_runs for name in by_name))
+    names = list(dict.fromkeys(name for by_name in curves_by_run for name in by_name))
     values = []
-    for index, by_name in enumerate(of_runs):
+    for index, by_name in enumerate(curves_by_run):
         for name, curve in by_name.items():
             values += [value for value in curve.values() if math.isfinite(value)]
             several = len(names) > 1

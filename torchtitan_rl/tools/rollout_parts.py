@@ -222,8 +222,14 @@ def _light(record: dict[str, Any], columns: Mapping[str, tuple[str, str]]) -> tu
     """The values of `columns`; None where a record of another version has something else."""
     counts = record.get("num_tokens")
     counts = counts if isinstance(counts, list) and all(isinstance(n, int) for n in counts) else None
-    made = {"num_tokens": None if counts is None else sum(counts), "num_turns": None if counts is None else len(counts)}
-    return tuple(_as(kind, made[name] if name in made else record.get(name)) for name, (kind, _) in columns.items())
+    counts_of_turns = {
+        "num_tokens": None if counts is None else sum(counts),
+        "num_turns": None if counts is None else len(counts),
+    }
+    return tuple(
+        _as(kind, counts_of_turns[name] if name in counts_of_turns else record.get(name))
+        for name, (kind, _) in columns.items()
+    )
 
 
 def _as(kind: str, value: Any) -> Any:

@@ -106,7 +106,7 @@ def _first_other_draw(first: Run, second: Run) -> str:
     ]
     keys = sorted(events[0] | events[1], key=lambda key: ([int(part) for part in key[0].split("/")], key[1]))
     for draw, event in keys:
-        tasks = [of_run.get((draw, event), "no such record") for of_run in events]
+        tasks = [run_events.get((draw, event), "no such record") for run_events in events]
         if tasks[0] != tasks[1]:
             return f"{draw} {event}: {tasks[0]} and {tasks[1]}"
     return "a draw is recorded more than once"

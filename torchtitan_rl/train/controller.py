@@ -364,10 +364,10 @@ class Controller(AbstractAsyncContextManager):
         generators and to the roles that start from the policy."""
         preference, limit = self.config.preference, self.config.controller.max_skipped_steps
         assert preference is not None
-        of_policy = preference.role == "policy"
-        if of_policy and self.state.before_preference is None:
+        trains_policy = preference.role == "policy"
+        if trains_policy and self.state.before_preference is None:
             self.state.before_preference = (await self.evaluate("validation")).summary_data()
-        reference = self.role("reference") if of_policy and not preference.reference_free else None
+        reference = self.role("reference") if trains_policy and not preference.reference_free else None
         await prefer(
             self.config,
             self.preference_family,
@@ -375,11 +375,11 @@ class Controller(AbstractAsyncContextManager):
             PairTrainer(preference, self.role(preference.role), reference),
             self.state,
             self.recorder,
-            speed=self.speed if of_policy else None,
+            speed=self.speed if trains_policy else None,
             bad_step=partial(note_bad_step, self.run_dir, self.state, max_skipped=limit),
             between_steps=self._between_steps,
         )
-        if of_policy:
+        if trains_policy:
             await self._distribute_policy()
 
     async def _distribute_policy(self) -> None:

@@ -95,7 +95,7 @@ class WeighedBatches:
         """Of every batch that was trained, in order; called once, after the last of them."""
         await self._read_gradient()
         cosines = [self._cosines[index] for index in range(len(self._steps))]
-        alignments = np.array([np.mean(of_batch) if of_batch else 0.0 for of_batch in cosines])
+        alignments = np.array([np.mean(batch_cosines) if batch_cosines else 0.0 for batch_cosines in cosines])
         return [
             Influence(step=step, alignment=float(alignments[index]), deviations=_deviations(alignments, index))
             for index, step in enumerate(self._steps)

@@ -39,8 +39,8 @@ def _own(sink) -> BackgroundListener:
     from torchtitan_rl.record.sinks.fact_listener import FactListener
     from torchtitan_rl.record.sinks.function import FunctionSink
 
-    name, made = f"record.sinks: {function_name(sink)}", sink.func if isinstance(sink, partial) else sink
-    if isinstance(made, type) and issubclass(made, Listener):
-        own = partial(FactListener, sink) if hasattr(made, "fact") else sink
+    name, callable_sink = f"record.sinks: {function_name(sink)}", sink.func if isinstance(sink, partial) else sink
+    if isinstance(callable_sink, type) and issubclass(callable_sink, Listener):
+        own = partial(FactListener, sink) if hasattr(callable_sink, "fact") else sink
         return BackgroundListener(own, name, room=1000)  # it may keep tokens, too
     return BackgroundListener(FunctionSink(sink), name, events=(Metrics,))

@@ -62,10 +62,10 @@ class PairTrainer:
         models = [self.client] if self.reference is None else [self.client, self.reference]
         outputs = await asyncio.gather(*(model.forward(data, temperature=1.0) for model in models))
         mean = self.config.length_normalized
-        of_policy, *of_reference = (
+        policy_sums, *reference_sums = (
             pairs.completion_logprobs(data, output.policy_logprobs, mean=mean) for output in outputs
         )
-        return of_policy - of_reference[0] if of_reference else of_policy
+        return policy_sums - reference_sums[0] if reference_sums else policy_sums
 
     def weighted(self, data: list[Datum], derivative_N: torch.Tensor) -> tuple[list[Datum], LossFunction]:
         """Datums and the token sum that together have the gradient of the loss with this derivative by the numbers."""

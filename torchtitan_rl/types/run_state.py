@@ -67,10 +67,10 @@ class RunState:
 
     def make_due(self, names: list[str]) -> None:
         """Makes the evaluations of these names after the present step due again, where they were made or are due."""
-        made = [name for name in names if self.evaluation_now(name) is not None]
-        for name in made:
+        evaluated = [name for name in names if self.evaluation_now(name) is not None]
+        for name in evaluated:
             del self.newest_evaluations[name], self.accuracies[name][str(self.step)]
-        self.evaluations_due = [name for name in names if name in made or name in self.evaluations_due]
+        self.evaluations_due = [name for name in names if name in evaluated or name in self.evaluations_due]
 
     def evaluation_now(self, name: str) -> dict | None:
         """The evaluation of a name after the present step, as plain data; None: it has not been made."""

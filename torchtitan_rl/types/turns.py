@@ -39,8 +39,8 @@ def _by_turn(turns: list[Turns | None], datum_T: torch.Tensor) -> dict[str, torc
             "loss inputs 'position' and 'turn': the data do not say where their turns are; set Datum.turns where "
             "datums are built"
         ) from None
-    for of_datum, length in zip(turns, lengths, strict=True):
-        for index, first, count in of_datum or ():
+    for datum_turns, length in zip(turns, lengths, strict=True):
+        for index, first, count in datum_turns or ():
             if first < 0 or first + count > length:
                 raise ValueError(
                     f"datum.turns: turn {index} is at targets {first} to {first + count} of {length}; give "

@@ -72,14 +72,14 @@ def probe_loss(
                 f"{where}: has gradient {grad_T[0].item():.3g} where loss_mask and weights are 0; "
                 "multiply every token's term by inputs.token_weights"
             )
-    twice, of_twice = _call(where, loss_fn, loss_config, _inputs(columns, outputs, copies=2), outputs)
-    if not (_close(twice, 2 * once) and _close(of_twice, gradients.repeat(1, 2))):
+    twice, gradients_twice = _call(where, loss_fn, loss_config, _inputs(columns, outputs, copies=2), outputs)
+    if not (_close(twice, 2 * once) and _close(gradients_twice, gradients.repeat(1, 2))):
         raise ValueError(
             f"{where}: gave {once.item():.6g} for some data and {twice.item():.6g} for the same data twice, which "
             "is no token sum; return (inputs.token_weights * per_token).sum(), the weights hold the mean already"
         )
-    heavy, of_heavy = _call(where, loss_fn, loss_config, _inputs(columns, outputs, weight=2.0), outputs)
-    if not (_close(heavy, 2 * once) and _close(of_heavy, 2 * gradients)):
+    heavy, gradients_heavy = _call(where, loss_fn, loss_config, _inputs(columns, outputs, weight=2.0), outputs)
+    if not (_close(heavy, 2 * once) and _close(gradients_heavy, 2 * gradients)):
         raise ValueError(
             f"{where}: gave {once.item():.6g}, and {heavy.item():.6g} with doubled weights, so the reduction would not "
             "count as configured; multiply every token's term by inputs.token_weights once"
@@ -229,14 +229,14 @@ def probe_reduction(where: str, reduction: Callable) -> None:
 
 
 def _inputs(columns: set[str], outputs: Sequence[str], *, copies: int = 1, weight: float = 1.0) -> LossInputs:
-    made = {name: torch.tensor(_OUTPUTS[name] * copies).requires_grad_() for name in outputs}
-    if "policy_logprobs" in made:
-        made["entropy"] = torch.tensor(_OUTPUTS["entropy"] * copies)
+    tensors_by_name = {name: torch.tensor(_OUTPUTS[name] * copies).requires_grad_() for name in outputs}
+    if "policy_logprobs" in tensors_by_name:
+        tensors_by_name["entropy"] = torch.tensor(_OUTPUTS["entropy"] * copies)
     tensors = {name: torch.tensor(_COLUMNS[name] * copies) for name in columns}
     tensors["token_weights"] = tensors["token_weights"] * weight
     lengths = torch.tensor(_LENGTHS * copies)
     datum_T, turns = torch.repeat_interleave(lengths), [[(0, 1, 2)], [(0, 0, 1), (1, 1, 1)]] * copies
-    return LossInputs(**made, datum=datum_T, num_datums=len(lengths), tensors=tensors, turns=turns)
+    return LossInputs(**tensors_by_name, datum=datum_T, num_datums=len(lengths), tensors=tensors, turns=turns)
 
 
 def _call(

@@ -31,8 +31,8 @@ def _check_own(sink: Any) -> None:
     if not callable(sink):
         hint = "name its class" if isinstance(sink, Listener) else "give a function (line) -> None, or a Listener class"
         raise ValueError(f"record.sinks: holds a {type(sink).__name__}, which nothing can call; {hint}")
-    made = sink.func if isinstance(sink, partial) else sink
-    arguments = () if isinstance(made, type) and issubclass(made, Listener) else ({},)
+    callable_sink = sink.func if isinstance(sink, partial) else sink
+    arguments = () if isinstance(callable_sink, type) and issubclass(callable_sink, Listener) else ({},)
     try:
         inspect.signature(sink).bind(*arguments)
     except (TypeError, ValueError) as error:

@@ -37,10 +37,10 @@ def check_roles(config: RunConfig, shape: DecoderShape) -> None:
     if roles.reward_model is not None:
         _check_reward_model(roles.reward_model, config, shape)
     critic = roles.critic
-    of_critic = trainers["critic"][0].training.dtype if critic is not None else dtype
-    if critic is not None and critic.model is None and of_critic != dtype:
+    critic_dtype = trainers["critic"][0].training.dtype if critic is not None else dtype
+    if critic is not None and critic.model is None and critic_dtype != dtype:
         raise ValueError(
-            f"roles.critic.trainer.training.dtype={of_critic!r}: the policy's, whose weights "
+            f"roles.critic.trainer.training.dtype={critic_dtype!r}: the policy's, whose weights "
             f"it takes over after a warm start, is {dtype!r}; use the same"
         )
     reference, every = roles.reference, roles.refresh_reference_every
@@ -50,9 +50,9 @@ def check_roles(config: RunConfig, shape: DecoderShape) -> None:
                 f"roles.refresh_reference_every={every}: the reference has another shape than the policy, whose "
                 "weights it would take; use 0, or leave roles.reference.model unset"
             )
-        if (of_reference := trainers["reference"][0].training.dtype) != dtype:
+        if (reference_dtype := trainers["reference"][0].training.dtype) != dtype:
             raise ValueError(
-                f"roles.reference.trainer.training.dtype={of_reference!r}: the policy's, whose "
+                f"roles.reference.trainer.training.dtype={reference_dtype!r}: the policy's, whose "
                 f"weights it takes over, is {dtype!r}; use the same"
             )
     if roles.teacher is not None and roles.teacher.model is None:

@@ -71,7 +71,7 @@ def naming_failures(directory: Path) -> Iterator[None]:
     try:
         yield
     except CheckpointException as error:
-        rank, (failure, _) = min(error.failures.items(), key=lambda of_rank: of_rank[0])
+        rank, (failure, _) = min(error.failures.items(), key=lambda item: item[0])
         reason = str(failure) or type(failure).__name__
         raise RuntimeError(
             f"checkpoint={str(directory)!r}: rank {rank} cannot load it: {reason[:1000]}; give a checkpoint of this "

@@ -105,14 +105,14 @@ class _Pull:
     def _runs(self) -> list[PieceBatch]:
         """The regions to fetch, in requests of one source each; sources take turns, so that the links of several hosts
         are busy at the same time."""
-        of_source: dict[int, tuple[Source, list[WantedPiece]]] = {}
+        wanted_by_source: dict[int, tuple[Source, list[WantedPiece]]] = {}
         for region, ((name, box), offers) in enumerate(self.regions.items()):
             if self._needs(name, box):
                 here = [offer for offer in offers if offer[0].host == self.host]
                 source, index = here[0] if here else offers[region % len(offers)]
                 wanted = WantedPiece(source.pieces[index], region, index)
-                of_source.setdefault(source.rank, (source, []))[1].append(wanted)
-        runs = [[(source, run) for run in _bounded(wanted)] for source, wanted in of_source.values()]
+                wanted_by_source.setdefault(source.rank, (source, []))[1].append(wanted)
+        runs = [[(source, run) for run in _bounded(wanted)] for source, wanted in wanted_by_source.values()]
         return [run for run in chain.from_iterable(zip_longest(*runs)) if run is not None]
 
     def _needs(self, name: str, box: Box) -> bool:

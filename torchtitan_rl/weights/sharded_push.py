@@ -60,11 +60,11 @@ async def push(
     owned = {name: shards[name] for name in shards if name in _owned(exchange.pieces, shards, dtypes)}
     check = FiniteCheck()
     source = write_pieces(exchange, dist.get_rank(), version, owned, dtypes, adapters, check)
-    of_ranks: list | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object((source, check.first()), of_ranks)  # every rank's pieces are there before the version exists
-    if of_ranks is not None:
-        sources = [source for source, _ in of_ranks]
-        if first := next((first for _, first in of_ranks if first), ""):
+    answers: list | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object((source, check.first()), answers)  # every rank's pieces are there before the version exists
+    if answers is not None:
+        sources = [source for source, _ in answers]
+        if first := next((first for _, first in answers if first), ""):
             return first
         entries = {
             part: entry for name in shards for part, entry in entries_of(name, shards[name], dtypes[name]).items()
@@ -81,9 +81,9 @@ def _owned(publisher: Publisher, shards: dict[str, LocalShard], dtypes: dict[str
     names = tuple(shards)
     if names not in publisher.owned:
         mine = {name: (tensor.box, dtypes[name].itemsize) for name, tensor in shards.items()}
-        of_ranks: list = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, (mine, own_host()))
-        boxes, hosts = [boxes for boxes, _ in of_ranks], [host for _, host in of_ranks]
+        answers: list = [None] * dist.get_world_size()
+        dist.all_gather_object(answers, (mine, own_host()))
+        boxes, hosts = [boxes for boxes, _ in answers], [host for _, host in answers]
         check_complete(boxes, {name: tensor.shape for name, tensor in shards.items()})
         publisher.owned[names] = owners(boxes, hosts)[dist.get_rank()]
     return publisher.owned[names]

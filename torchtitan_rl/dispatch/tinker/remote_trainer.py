@@ -230,7 +230,7 @@ class RemoteTrainingClient(TrainingClient):
     async def _logprobs(self, operation: str, answer: Any) -> list[torch.Tensor]:
         """Per datum, float32 in the targets' shape."""
         output = await self._answered(operation, answer)
-        return [of_datum["logprobs"].to_torch().float() for of_datum in output.loss_fn_outputs]
+        return [datum_output["logprobs"].to_torch().float() for datum_output in output.loss_fn_outputs]
 
     # Versions.
 

@@ -66,8 +66,8 @@ class Bar:
             left_s = self.total - self.elapsed_s
         elif self.num_done > self.done_before:
             pace_s = (self._last - self._start) / (self.num_done - self.done_before)
-            of_this_piece_s = max(0.0, pace_s - (self._clock() - self._last))
-            left_s = of_this_piece_s + pace_s * (self.total - self.num_done - 1)
+            piece_left_s = max(0.0, pace_s - (self._clock() - self._last))
+            left_s = piece_left_s + pace_s * (self.total - self.num_done - 1)
         else:
             return None
         return left_s if left_s > 0 else None

@@ -67,10 +67,10 @@ class TensorBoard(Listener):
 
         """Forgets the steps after the one that an attempt goes on from, and those of later phases."""
         first = PHASES.index(phase) if phase in PHASES else 0
-        kept = {of_phase: step if of_phase == PHASES[first] else -1 for of_phase in reversed(PHASES[first:])}
-        for of_phase, last in kept.items():
-            if (self._run_dir.path / "tensorboard" / of_phase).exists():
-                self._write(of_phase, last + 1, session_log=SessionLog(status=SessionLog.START))
+        kept = {phase_name: step if phase_name == PHASES[first] else -1 for phase_name in reversed(PHASES[first:])}
+        for phase_name, last in kept.items():
+            if (self._run_dir.path / "tensorboard" / phase_name).exists():
+                self._write(phase_name, last + 1, session_log=SessionLog(status=SessionLog.START))
 
     def _text(self, tag: str, text: str, step: int) -> None:
         from tensorboard.plugins.text.summary_v2 import text_pb

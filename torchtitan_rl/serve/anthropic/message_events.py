@@ -41,33 +41,33 @@ def message(answer: Answer, model: str, stop_sequence: str | None) -> AnthropicM
     )
 
 
-def whole_message(made: AnthropicMessagesResponse) -> dict[str, Any]:
+def whole_message(reply: AnthropicMessagesResponse) -> dict[str, Any]:
     """The message as JSON."""
-    return made.model_dump(mode="json", exclude_none=True) | {"stop_sequence": made.stop_sequence}
+    return reply.model_dump(mode="json", exclude_none=True) | {"stop_sequence": reply.stop_sequence}
 
 
-def message_events(made: AnthropicMessagesResponse) -> Iterator[AnthropicStreamEvent]:
+def message_events(reply: AnthropicMessagesResponse) -> Iterator[AnthropicStreamEvent]:
     """The same message as events, in the order in which SDKs put it together again."""
-    assert made.usage is not None
+    assert reply.usage is not None
     begun = AnthropicMessagesResponse(
-        id=made.id,
+        id=reply.id,
         type="message",
         role="assistant",
         content=[],
-        model=made.model,
+        model=reply.model,
         stop_reason=None,
         stop_sequence=None,
-        usage=made.usage.model_copy(update={"output_tokens": 0}),
+        usage=reply.usage.model_copy(update={"output_tokens": 0}),
     )
     yield AnthropicStreamEvent(type="message_start", message=begun)
-    for index, block in enumerate(made.content):
+    for index, block in enumerate(reply.content):
         empty, deltas = _parts(block)
         yield AnthropicStreamEvent(type="content_block_start", index=index, content_block=empty)
         for delta in deltas:
             yield AnthropicStreamEvent(type="content_block_delta", index=index, delta=delta)
         yield AnthropicStreamEvent(type="content_block_stop", index=index)
-    end = AnthropicDelta(stop_reason=made.stop_reason, stop_sequence=made.stop_sequence)
-    yield AnthropicStreamEvent(type="message_delta", delta=end, usage=made.usage)
+    end = AnthropicDelta(stop_reason=reply.stop_reason, stop_sequence=reply.stop_sequence)
+    yield AnthropicStreamEvent(type="message_delta", delta=end, usage=reply.usage)
     yield AnthropicStreamEvent(type="message_stop")
 
 

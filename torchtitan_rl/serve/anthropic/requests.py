@@ -71,14 +71,14 @@ def _request(
     within = any(message.role == "system" for message in request.messages)
     merge = within and not takes_system_messages_within(tokenizer)
     chat = AnthropicServingMessages.to_chat_completion_request(request, merge_inline_system=merge)
-    made = chat.model_dump(exclude_unset=True, exclude_none=True, by_alias=True)
-    made.pop("stream_options", None)
+    chat_fields = chat.model_dump(exclude_unset=True, exclude_none=True, by_alias=True)
+    chat_fields.pop("stream_options", None)
     if kind is AnthropicCountTokensRequest:
-        made = {name: made[name] for name in _COUNTED if name in made}
-    for message in made["messages"]:
+        chat_fields = {name: chat_fields[name] for name in _COUNTED if name in chat_fields}
+    for message in chat_fields["messages"]:
         if "reasoning" in message:
             message["reasoning_content"] = message.pop("reasoning")
-    query = translated(request, made, ignored, left_out)
+    query = translated(request, chat_fields, ignored, left_out)
     return query, query.left_out
 
 

@@ -102,11 +102,11 @@ def event_stream(chunks: Iterator[dict[str, Any]]) -> bytes:
 
 def model_list(models: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Name of a model -> what else is said of it, as a `list` of models."""
-    made = [
+    entries = [
         {"id": name, "object": "model", "created": 0, "owned_by": "torchtitan-rl", **more}
         for name, more in models.items()
     ]
-    return {"object": "list", "data": made}
+    return {"object": "list", "data": entries}
 
 
 def answer_message(answer: Answer) -> dict[str, Any]:

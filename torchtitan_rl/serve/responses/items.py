@@ -23,26 +23,26 @@ def identified(content: Any) -> list[dict[str, Any]]:
 
 def _identified(item: dict[str, Any]) -> dict[str, Any]:
     type_ = item.get("type", "message")
-    made = without_nulls(item) | {"type": type_}
-    made["id"] = item.get("id") or f"{_PREFIXES[type_]}_{secrets.token_hex(12)}"
+    stored_item = without_nulls(item) | {"type": type_}
+    stored_item["id"] = item.get("id") or f"{_PREFIXES[type_]}_{secrets.token_hex(12)}"
     if type_ == "message":
-        made["content"] = _parts(item["content"], of_policy=item["role"] == "assistant")
+        stored_item["content"] = _parts(item["content"], by_policy=item["role"] == "assistant")
     if type_ == "reasoning":
-        made.setdefault("summary", [])
+        stored_item.setdefault("summary", [])
     else:
-        made["status"] = item.get("status") or "completed"
-    return made
+        stored_item["status"] = item.get("status") or "completed"
+    return stored_item
 
 
 def without_nulls(item: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in item.items() if value is not None}
 
 
-def _parts(content: Any, *, of_policy: bool) -> list[dict[str, Any]]:
+def _parts(content: Any, *, by_policy: bool) -> list[dict[str, Any]]:
     """A message's text as parts of the kind that its role has: OpenAI's classes read no other."""
     if isinstance(content, str):
         content = [{"text": content}]
-    if of_policy:
+    if by_policy:
         return [{"annotations": []} | part | {"type": "output_text"} for part in content]
     return [{"type": "input_text", "text": part["text"]} for part in content]
 

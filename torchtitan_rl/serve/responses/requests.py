@@ -116,15 +116,15 @@ def _chat_tools(tools: Any) -> list[dict[str, Any]]:
             raise invalid(f"tools.{i}: is no object; describe a function", f"tools.{i}")
         if (type_ := tool.get("type")) != "function":
             raise _not_offered(f"tools.{i}.type={str(type_)[:40]!r}", "no tool is run here", "describe a function")
-    made = []
+    chat_tools = []
     for i, tool in enumerate(tools):
         for name, value in tool.items():
             if name not in _TOOL_FIELDS and value not in (None, _NEUTRAL_OF_TOOL.get(name)):
                 raise _not_offered(f"tools.{i}.{name[:80]}", "the policy reads every function and answers by itself")
         validated(FunctionTool, tool, f"tools.{i}")
         function = {name: tool[name] for name in tool if name in _TOOL_FIELDS[1:] and tool[name] is not None}
-        made.append({"type": "function", "function": function})
-    return made
+        chat_tools.append({"type": "function", "function": function})
+    return chat_tools
 
 
 def _chat_fields(content: dict[str, Any]) -> dict[str, Any]:
@@ -213,13 +213,13 @@ def _messages(content: dict[str, Any], history: list[dict[str, Any]]) -> list[di
     read = [_item(item, f"input.{i}") for i, item in enumerate(items)]
     _check_last(items)
     try:
-        made = construct_chat_messages_with_tool_call([item for item in read if item is not None])
+        messages = construct_chat_messages_with_tool_call([item for item in read if item is not None])
     except Exception as error:  # vLLM's own, always about the items
         raise invalid(f"input: {' '.join(str(error).split())[:300]}; mend the items", "input") from error
-    for message in made:
+    for message in messages:
         if "reasoning" in message:
             message["reasoning_content"] = message.pop("reasoning")
-    return [*history, *made]
+    return [*history, *messages]
 
 
 def _check_last(items: list[Any]) -> None:

@@ -92,22 +92,22 @@ def response(answer: Answer, query: Translated, session: Session, events: Iterab
     )
 
 
-def whole_response(made: Response) -> dict[str, Any]:
+def whole_response(response_body: Response) -> dict[str, Any]:
     """The response as JSON."""
-    return made.model_dump(mode="json", by_alias=True)
+    return response_body.model_dump(mode="json", by_alias=True)
 
 
-def response_events(made: Response, events: Iterable[Any]) -> Iterator[Any]:
+def response_events(response_body: Response, events: Iterable[Any]) -> Iterator[Any]:
     """The same response as events, in the order in which SDKs put it together again."""
     unknown = {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
-    begun = made.model_copy(update=unknown)
+    begun = response_body.model_copy(update=unknown)
     yield ResponseCreatedEvent(type="response.created", sequence_number=0, response=begun)
     yield ResponseInProgressEvent(type="response.in_progress", sequence_number=0, response=begun)
     yield from events
-    if made.status == "incomplete":
-        yield ResponseIncompleteEvent(type="response.incomplete", sequence_number=0, response=made)
+    if response_body.status == "incomplete":
+        yield ResponseIncompleteEvent(type="response.incomplete", sequence_number=0, response=response_body)
     else:
-        yield ResponseCompletedEvent(type="response.completed", sequence_number=0, response=made)
+        yield ResponseCompletedEvent(type="response.completed", sequence_number=0, response=response_body)
 
 
 def event_bytes(events: Iterable[Any]) -> bytes:

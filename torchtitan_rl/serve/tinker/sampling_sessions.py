@@ -144,7 +144,7 @@ class Sampling:
             self._places.give(body.num_samples)
 
     async def _answer(self, body: SampleBody, version: int, tokens: list[int], params: list[SamplingParams]) -> Answer:
-        samples = [self.generator.sample(tokens, of_one, policy_version=version) for of_one in params]
+        samples = [self.generator.sample(tokens, sample_params, policy_version=version) for sample_params in params]
         scoring = len(tokens) > 1
         scores = self.generator.score(tokens, policy_version=version) if body.prompt_logprobs and scoring else _none()
         k = body.topk_prompt_logprobs

@@ -177,8 +177,8 @@ def _tensor(message: Any, path: str) -> torch.Tensor:
     if (dtype := _DTYPES.get(message.dtype)) is None:
         raise user(f"{path}.dtype={message.dtype}: is not float32 or int64; convert the tensor")
     if message.WhichOneof("encoding") == "sparse_csr":
-        csr, of_int = message.sparse_csr, _DTYPES[pb.DTYPE_INT64]
-        rows, columns = _from_bytes(csr.crow_indices, of_int, path), _from_bytes(csr.col_indices, of_int, path)
+        csr, int64 = message.sparse_csr, _DTYPES[pb.DTYPE_INT64]
+        rows, columns = _from_bytes(csr.crow_indices, int64, path), _from_bytes(csr.col_indices, int64, path)
         return _dense(_from_bytes(csr.values, dtype, path), list(message.shape), rows, columns, path)
     return _shaped(_from_bytes(message.dense, dtype, path), list(message.shape), path)
 

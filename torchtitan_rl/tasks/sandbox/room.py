@@ -23,8 +23,8 @@ class Room:
         """The load with one more sandbox that may use `memory_bytes`: sandboxes per core, or the part of the free
         memory that they may use, whichever is more. Memory that running ones use already counts twice, which favours
         hosts that have memory."""
-        of_memory = (self.allowed_bytes + memory_bytes) / max(1, self.free_bytes)
-        return max((self.num_running + 1) / self.num_cores, of_memory)
+        memory_load = (self.allowed_bytes + memory_bytes) / max(1, self.free_bytes)
+        return max((self.num_running + 1) / self.num_cores, memory_load)
 
 
 def roomiest(rooms: Sequence[Room | None], memory_bytes: int) -> int:

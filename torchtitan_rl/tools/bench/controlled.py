@@ -53,8 +53,8 @@ def run_config(workload: Workload, model: Path, run: Path, *, lag: int = 0) -> R
 
 def group_lengths(workload: Workload, lengths: Lengths) -> list[list[int]]:
     """The lengths of a batch's completions, those of each group together."""
-    of_batch, size = workload.completion_lengths(lengths), workload.group_size
-    return [of_batch[first : first + size] for first in range(0, len(of_batch), size)]
+    batch_lengths, size = workload.completion_lengths(lengths), workload.group_size
+    return [batch_lengths[first : first + size] for first in range(0, len(batch_lengths), size)]
 
 
 @asynccontextmanager

@@ -65,12 +65,12 @@ def measure_generation(
     with opened(sides, scratch / "logs") as processes:
         measured = in_turn(processes, all_lengths, repeats, note)
     measurements = []
-    for lengths, of_sides in measured.items():
+    for lengths, measured_sides in measured.items():
         for workload in workloads:
             measurement = Measurement(
                 name=f"generate {workload.name} {workload.dtype} {lengths}",
                 unit="tokens",
-                sides={side: of_sides[_full_name(workload, side)] for side in (*our_names, *floors)},
+                sides={side: measured_sides[_full_name(workload, side)] for side in (*our_names, *floors)},
             )
             steps = [repeat.step for repeat in measurement.sides[measurement.best]]
             measurement.parts = step_parts(_timeline(workload, scratch, measurement.best), steps)
@@ -149,9 +149,9 @@ async def vllm_alone(workload: Workload, model: Path, *, eager: bool) -> AsyncIt
     try:
 
         async def once(lengths: Lengths, repeat: int) -> Repeat:
-            prompts, of_completions = workload.prompts(repeat), workload.completion_lengths(lengths)
+            prompts, completion_lengths = workload.prompts(repeat), workload.completion_lengths(lengths)
             start = time.perf_counter()
-            completions = engine.sample(prompts, of_completions)
+            completions = engine.sample(prompts, completion_lengths)
             seconds = time.perf_counter() - start
             return Repeat(seconds=seconds, amount=sum(map(len, completions)))
 

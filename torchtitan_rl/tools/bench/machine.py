@@ -116,7 +116,7 @@ def needed_bytes(subject: str, workload: Workload, *, floors: Sequence[str]) -> 
 def check_memory(subject: str, workloads: Sequence[Workload], *, floors: Sequence[str]) -> None:
     """Raises CannotMeasure, with the numbers, where the sides of all workloads together need more memory than is
     free."""
-    of_sides = {
+    bytes_by_side = {
         f"{workload.name} {side}" if len(workloads) > 1 else side: num_bytes
         for workload in workloads
         for side, num_bytes in needed_bytes(subject, workload, floors=floors).items()
@@ -126,8 +126,11 @@ def check_memory(subject: str, workloads: Sequence[Workload], *, floors: Sequenc
         free, place = host.cuda.gpus[0].free_bytes, f"GPU {host.cuda.gpus[0].device}"
     else:
         free, place = psutil.virtual_memory().available, "this machine"
-    if sum(of_sides.values()) > free:
-        each, total = ", ".join(f"{side} {_gib(size)}" for side, size in of_sides.items()), sum(of_sides.values())
+    if sum(bytes_by_side.values()) > free:
+        each, total = (
+            ", ".join(f"{side} {_gib(size)}" for side, size in bytes_by_side.items()),
+            sum(bytes_by_side.values()),
+        )
         raise CannotMeasure(
             f"--size={workloads[0].size}: {subject} in {workloads[0].dtype} needs about {_gib(total)} GiB at once "
             f"({each}), and {place} has {_gib(free)} GiB free; take a smaller size, or end what uses the memory"

@@ -47,7 +47,7 @@ def step_parts(directory: Path, numbers: Collection[int]) -> dict[str, float]:
                 seconds[label] += stretch.seconds / len(numbers)
     total = sum(seconds.values())
     longest_first = sorted(seconds.items(), key=lambda part: -part[1])
-    parts = {part: of_part for part, of_part in longest_first if of_part >= _SMALL * total}
+    parts = {part: part_s for part, part_s in longest_first if part_s >= _SMALL * total}
     in_smaller_parts = total - sum(parts.values())
     return parts | (
         {f"{len(seconds) - len(parts)} smaller parts": in_smaller_parts} if len(seconds) > len(parts) else {}

@@ -57,15 +57,15 @@ def measure_steps(
     with opened(sides, scratch / "logs") as processes:
         measured = in_turn(processes, all_lengths, repeats, note)
     measurements = []
-    for lengths, of_sides in measured.items():
+    for lengths, measured_sides in measured.items():
         for lag in LAGS:
-            ours = of_sides[_ours_at(lag)]
+            ours = measured_sides[_ours_at(lag)]
             numbers = [repeat.step - before for repeat in ours for before in range(_counted(lag))]
             measurements.append(
                 Measurement(
                     name=f"step {workload.name} {workload.dtype} {lengths} lag {lag}",
                     unit="tokens",
-                    sides={OURS: ours} | {side: of_sides[side] for side in TRL.values()},
+                    sides={OURS: ours} | {side: measured_sides[side] for side in TRL.values()},
                     parts=step_parts(scratch / f"run-{lag}" / "timeline", numbers),
                 )
             )

@@ -47,10 +47,10 @@ def measure_sync(workload: Workload, repeats: int, scratch: Path, note: Callable
         Measurement(
             name=f"sync {workload.size} {workload.dtype} {when}",
             unit="bytes",
-            sides=of_sides,
-            parts=step_parts(timeline, [repeat.step for repeat in of_sides[OURS]]),
+            sides=measured_sides,
+            parts=step_parts(timeline, [repeat.step for repeat in measured_sides[OURS]]),
         )
-        for when, of_sides in (("first", first), ("later", later))
+        for when, measured_sides in (("first", first), ("later", later))
     ]
 
 

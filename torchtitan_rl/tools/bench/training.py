@@ -59,18 +59,18 @@ def measure_training(
         Measurement(
             name=f"train {workload.size} {workload.dtype} {lengths}",
             unit="tokens",
-            sides=of_sides,
-            parts=step_parts(timeline, [repeat.step for repeat in of_sides[OURS]]),
+            sides=measured_sides,
+            parts=step_parts(timeline, [repeat.step for repeat in measured_sides[OURS]]),
         )
-        for lengths, of_sides in measured.items()
+        for lengths, measured_sides in measured.items()
     ]
 
 
 def training_batch(workload: Workload, lengths: Lengths, repeat: int) -> list[Datum]:
     """The completions of a batch as training data, with an advantage each. Token weights sum to 1."""
-    draw, of_completions = torch.Generator().manual_seed(repeat), workload.completion_lengths(lengths)
-    total, batch = sum(of_completions), []
-    for prompt, length in zip(workload.prompts(repeat), of_completions, strict=True):
+    draw, completion_lengths = torch.Generator().manual_seed(repeat), workload.completion_lengths(lengths)
+    total, batch = sum(completion_lengths), []
+    for prompt, length in zip(workload.prompts(repeat), completion_lengths, strict=True):
         completion_T = torch.randint(3, workload.shape.vocab_size, (length,), generator=draw)
         tokens_T = torch.cat([torch.tensor(prompt), completion_T])
         mask_T = (torch.arange(len(tokens_T) - 1) >= PROMPT_TOKENS - 1).float()
@@ -93,8 +93,8 @@ async def _ours(workload: Workload, model: Path, timeline: Path) -> AsyncIterato
     config.training.max_norm = _MAX_NORM
     launcher = ActorLauncher(log_dir=None, start_timeout_s=CALL_S, call_timeout_s=CALL_S)
     try:
-        of_model = ModelConfig(assets=str(model), shape=workload.shape, pretrained=True)
-        mesh = await launcher.start_trainer(config, of_model, role="policy", seed=0)
+        model_config = ModelConfig(assets=str(model), shape=workload.shape, pretrained=True)
+        mesh = await launcher.start_trainer(config, model_config, role="policy", seed=0)
         policy = MeshTrainingClient(
             mesh,
             max_tokens_per_microbatch=config.max_tokens_per_microbatch,

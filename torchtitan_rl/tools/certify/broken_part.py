@@ -93,13 +93,13 @@ def _pairs(model: Any, adapter: Any, reference: Any) -> dict[str, str]:
     ours, theirs = dict(model.named_modules()), dict(reference.named_modules())
     pairs: dict[str, str] = {}
     for name, tensor in model.state_dict().items():
-        for of_hf in adapter.to_hf({name: tensor}):
-            one, other = name.rpartition(".")[0], of_hf.rpartition(".")[0]
+        for hf_name in adapter.to_hf({name: tensor}):
+            one, other = name.rpartition(".")[0], hf_name.rpartition(".")[0]
             if one in ours and other in theirs:
                 pairs[one] = other
-            parts, of_parts = name.split("."), of_hf.split(".")
-            if parts[0] == "layers" and of_parts[:2] == ["model", "layers"]:
-                pairs.setdefault(".".join(parts[:3]), ".".join(of_parts[:4]))
+            parts, hf_parts = name.split("."), hf_name.split(".")
+            if parts[0] == "layers" and hf_parts[:2] == ["model", "layers"]:
+                pairs.setdefault(".".join(parts[:3]), ".".join(hf_parts[:4]))
     return pairs
 
 

@@ -60,12 +60,12 @@ class ReferenceModel:
         self.model.zero_grad()
         for tokens, weights_T in zip(documents, weights, strict=True):
             (-self._logprobs(tokens) * weights_T).sum().backward()
-        of_gradients = copy.deepcopy(self.model)
+        gradient_model = copy.deepcopy(self.model)
         with torch.no_grad():
-            for parameter, original in zip(of_gradients.parameters(), self.model.parameters(), strict=True):
+            for parameter, original in zip(gradient_model.parameters(), self.model.parameters(), strict=True):
                 parameter.copy_(torch.zeros(()) if original.grad is None else original.grad)
         with tempfile.TemporaryDirectory(prefix="torchtitan-rl-") as scratch:
-            _save(of_gradients, Path(scratch))  # which takes apart what transformers keeps fused, such as experts
+            _save(gradient_model, Path(scratch))  # which takes apart what transformers keeps fused, such as experts
             return tensors_of(Path(scratch))
 
     def hidden(self, tokens: list[int]) -> torch.Tensor:
@@ -77,14 +77,14 @@ class ReferenceModel:
         """The likeliest token after each of the prompts and so on, and by how much its logit is the largest."""
         completions, margins = [], []
         for prompt in prompts:
-            tokens, of_prompt = list(prompt), []
+            tokens, prompt_margins = list(prompt), []
             for _ in range(num_tokens):
                 with torch.no_grad():
                     best = self.model(torch.tensor([tokens])).logits[0, -1].topk(2)
                 tokens.append(int(best.indices[0]))
-                of_prompt.append(float(best.values[0] - best.values[1]))
+                prompt_margins.append(float(best.values[0] - best.values[1]))
             completions.append(tokens[len(prompt) :])
-            margins.append(of_prompt)
+            margins.append(prompt_margins)
         return completions, margins
 
     def _logprobs(self, tokens: list[int]) -> torch.Tensor:

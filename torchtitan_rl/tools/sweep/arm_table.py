@@ -57,25 +57,25 @@ def rows(
     arms: list[Arm], base: Arm, results: Mapping[Arm, Mapping[int, Result]], states: Mapping[Arm, str]
 ) -> list[Row]:
     """`results` are by arm and seed."""
-    made = []
+    table = []
     num_tasks, num_test_tasks = smallest_evaluations(results)
     for arm in arms:
-        of_arm = results[arm]
-        validation = {seed: result.validation for seed, result in of_arm.items()}
-        of_base = {seed: result.validation for seed, result in results[base].items()}
-        paired = [] if arm == base else differences(validation, of_base)
-        made.append(
+        arm_results = results[arm]
+        validation = {seed: result.validation for seed, result in arm_results.items()}
+        base_validation = {seed: result.validation for seed, result in results[base].items()}
+        paired = [] if arm == base else differences(validation, base_validation)
+        table.append(
             Row(
                 arm=arm.name,
                 is_base=arm == base,
-                seeds=sorted(of_arm),
+                seeds=sorted(arm_results),
                 validation=Mean.of(list(validation.values()), within=(0, 1), num_tasks=num_tasks),
-                test=Mean.of([result.test for result in of_arm.values()], within=(0, 1), num_tasks=num_test_tasks),
+                test=Mean.of([result.test for result in arm_results.values()], within=(0, 1), num_tasks=num_test_tasks),
                 difference=Mean.of(paired, within=(-1, 1), num_tasks=num_tasks),
                 state=states[arm],
             )
         )
-    return made
+    return table
 
 
 def table_text(table: list[Row], num_seeds: int) -> str:

@@ -92,8 +92,8 @@ def _end_where_asked(outcome: Outcome) -> None:
     """Raises Interrupted where a signal asked for the end while a run trained. The run may have come to its end, or
     failed, all the same: the next call reads its result, or tries it again."""
     if outcome.asked_by:
-        of_signal = PREEMPTED_STATUS if outcome.asked_by == signal.SIGTERM else 128 + outcome.asked_by
-        raise Interrupted(outcome.status if outcome.status in _REQUESTED else of_signal)
+        signal_status = PREEMPTED_STATUS if outcome.asked_by == signal.SIGTERM else 128 + outcome.asked_by
+        raise Interrupted(outcome.status if outcome.status in _REQUESTED else signal_status)
 
 
 def _write_table(plan: Plan, known: dict[Path, Result]) -> list[Row]:

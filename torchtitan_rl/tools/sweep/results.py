@@ -71,6 +71,6 @@ def _failure_file(directory: Path) -> Path:
 def smallest_evaluations(results: Mapping[Arm, Mapping[int, Result]]) -> tuple[int, int]:
     """The fewest validation and test tasks that a run was evaluated on; 1 without runs. `results` are by arm and
     seed."""
-    every = [result for of_arm in results.values() for result in of_arm.values()]
+    every = [result for arm_results in results.values() for result in arm_results.values()]
     fewest = min((result.num_tasks for result in every), default=1)
     return fewest, min((result.num_test_tasks for result in every), default=1)

@@ -46,15 +46,15 @@ def stopped(
     `accuracies` are those of the arms that go on: name -> seed -> accuracy. `num_arms` and `num_seeds` are those that
     the sweep began with, `num_tasks` is the size of the evaluation.
     """
-    common = set.intersection(*(set(of_arm) for of_arm in accuracies.values())) if accuracies else set()
+    common = set.intersection(*(set(arm_accuracies) for arm_accuracies in accuracies.values())) if accuracies else set()
     looks = num_seeds - LEAST_PAIRS  # after the last seed there is nothing left to save
     if len(common) < LEAST_PAIRS or looks < 1 or len(accuracies) < 2:
         return {}
     best = max(accuracies, key=lambda name: fmean(accuracies[name][seed] for seed in common))
     level = 1 - ERROR / ((num_arms - 1) * looks)
     stops = {}
-    for name, of_arm in accuracies.items():
-        values = differences(of_arm, accuracies[best])
+    for name, arm_accuracies in accuracies.items():
+        values = differences(arm_accuracies, accuracies[best])
         mean = fmean(values)
         upper = mean + _half_width(values, num_tasks, level)
         if upper < 0:

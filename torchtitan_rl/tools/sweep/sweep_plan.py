@@ -73,8 +73,8 @@ class Plan:
         now = self._content()
         changed = [name for name in ("arms", "seeds", "at") if before.get(name) != now[name]]
         pairs = {name: (before.get(name), now[name]) for name in changed}
-        of_config = differences(before.get("config", {}), now["config"])
-        pairs |= {f"config {path}": pair for path, pair in of_config.items() if path not in _LABELS}
+        config_changes = differences(before.get("config", {}), now["config"])
+        pairs |= {f"config {path}": pair for path, pair in config_changes.items() if path not in _LABELS}
         if pairs:
             name, (before_value, value) = next(iter(pairs.items()))
             raise ValueError(
@@ -130,9 +130,9 @@ def locked(directory: Path, seeds: Iterable[int]) -> Iterator[None]:
     where the file system has no locks."""
     with ExitStack() as files:
         for seed in seeds:
-            of_seed = directory / f"seed-{seed}"
-            of_seed.mkdir(exist_ok=True)
-            file = files.enter_context((of_seed / "sweep.lock").open("w"))
+            seed_dir = directory / f"seed-{seed}"
+            seed_dir.mkdir(exist_ok=True)
+            file = files.enter_context((seed_dir / "sweep.lock").open("w"))
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -63,7 +63,7 @@ def report(timeline: Timeline, steps: Sequence[Step]) -> list[str]:
     least = min(accounted(step) for step in steps)
     lines = [f"{named}: {total / len(steps):.3f} s a step; spans account for {least:.1%} or more of each", ""]
     lines += ["where the time of a step went, as the controller saw it"]
-    lines += _table({name: of_name / len(steps) for name, of_name in seconds.most_common()}, total / len(steps))
+    lines += _table({name: name_s / len(steps) for name, name_s in seconds.most_common()}, total / len(steps))
     lines += ["", "busy"]
     for process in timeline.processes:
         here = [step for step in steps if process.pieces and _overlaps(process, step)]
@@ -79,11 +79,11 @@ def report(timeline: Timeline, steps: Sequence[Step]) -> list[str]:
 
 
 def _table(seconds: dict[str, float], total: float) -> list[str]:
-    shown = {name: of_name for name, of_name in seconds.items() if of_name >= _SMALL * total}
+    shown = {name: name_s for name, name_s in seconds.items() if name_s >= _SMALL * total}
     rest = sum(seconds.values()) - sum(shown.values())
     if rest > 0:
         shown[f"{len(seconds) - len(shown)} smaller ones"] = rest
-    return [f"  {of_name:9.3f} s {of_name / total:6.1%}  {name}" for name, of_name in shown.items()]
+    return [f"  {name_s:9.3f} s {name_s / total:6.1%}  {name}" for name, name_s in shown.items()]
 
 
 def _path(path: Sequence[Stretch], total: float) -> list[str]:

@@ -34,10 +34,10 @@ def events(timeline: Timeline) -> list[dict[str, Any]]:
 
 def write(timeline: Timeline, file: Path) -> int:
     """Writes the trace to `file`, compressed where the name ends in `.gz`. Returns the number of events."""
-    made = events(timeline)
-    text = json.dumps({"traceEvents": made, "displayTimeUnit": "ms"}, separators=(",", ":")).encode()
+    trace_events = events(timeline)
+    text = json.dumps({"traceEvents": trace_events, "displayTimeUnit": "ms"}, separators=(",", ":")).encode()
     file.write_bytes(gzip.compress(text) if file.suffix == ".gz" else text)
-    return len(made)
+    return len(trace_events)
 
 
 def _meta(kind: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:

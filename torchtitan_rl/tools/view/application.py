@@ -62,15 +62,15 @@ def application(runs: Sequence[ShownRun], allow_hosts: Collection[str] = ()) -> 
         body = templates.get_template(template).render({"path": path, "chosen": [], "live": False, **values})
         return HTMLResponse(body.encode("utf-8", "replace"), status)
 
-    def page(path: str, template: str, made: Any) -> Any:
+    def page(path: str, template: str, make: Any) -> Any:
         def answer(request: Request) -> Response:
             parameters = Parameters(request.url.path, request.query_params.multi_items(), runs)
-            return shown(path, template, {"parameters": parameters, **made(parameters)})
+            return shown(path, template, {"parameters": parameters, **make(parameters)})
 
         return answer
 
-    for path, (template, made) in _PAGES.items():
-        app.get(path, response_class=HTMLResponse)(page(path, template, made))
+    for path, (template, make) in _PAGES.items():
+        app.get(path, response_class=HTMLResponse)(page(path, template, make))
 
     @app.get("/api/curves")
     def curves(request: Request) -> Response:

@@ -118,16 +118,16 @@ def _distribution(chosen: list[ShownRun], column: str, label: str) -> dict[str, 
         (shown, [x for x in shown.rollouts.numbers(column) if math.isfinite(x)] if shown.has_rollouts else [])
         for shown in chosen
     ]
-    every = [x for _, of_run in numbers for x in of_run]
+    every = [x for _, run_numbers in numbers for x in run_numbers]
     low, high = min(every, default=0.0), max(every, default=0.0)
     rows = []
-    for shown, of_run in numbers:
+    for shown, run_numbers in numbers:
         counts = [0] * _BINS
-        for x in of_run:
+        for x in run_numbers:
             counts[min(_BINS - 1, int(_BINS * (x - low) / (high - low))) if high > low else _BINS // 2] += 1
         most = max(counts)
-        if of_run:
-            rows.append({"run": shown, "heights": [n / most for n in counts], "num": len(of_run), "most": most})
+        if run_numbers:
+            rows.append({"run": shown, "heights": [n / most for n in counts], "num": len(run_numbers), "most": most})
     return {"label": label, "low": low, "high": high, "rows": rows}
 
 

@@ -107,11 +107,11 @@ def _two(parameters: Parameters) -> tuple[ShownRun, ShownRun]:
 
 
 def _paired(first: Sequence[dict[str, Any]], second: Sequence[dict[str, Any]]) -> list[PairedGroup]:
-    of_second = {group["group_id"]: dict(zip(group["rollout_ids"], group["rewards"])) for group in second}
+    rewards_of_second = {group["group_id"]: dict(zip(group["rollout_ids"], group["rewards"])) for group in second}
     draws = []
     for group in first:
         rewards = dict(zip(group["rollout_ids"], group["rewards"]))
-        other = of_second.get(group["group_id"], {})
+        other = rewards_of_second.get(group["group_id"], {})
         if both := [rollout_id for rollout_id in rewards if rollout_id in other]:
             columns = [rewards[i] for i in both], [other[i] for i in both]
             draws.append(PairedGroup(id=group["group_id"], task_id=group["task_id"], rewards=columns))
