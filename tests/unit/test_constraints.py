@@ -55,7 +55,7 @@ def test_the_first_mistake_in_the_order_of_the_config_is_reported():
         ("algorithm.num_epochs=0: must be at least 1", "algorithm.num_epochs", 1),
         ("controller.eval_tasks=0: must be at least 1", "controller.eval_tasks", 1),
         ("trainer.optimizer.lr='1': is of type str, the field takes float", "trainer.optimizer.lr", 1e-3),
-        ("seed=-1: must not be negative", "seed", 0),
+        ("seed=-1: must be at least 0", "seed", 0),
     ):
         assert refusal(validate, config).startswith(message)
         rl.apply_overrides(config, [f"--{path}={good}"])

@@ -181,7 +181,7 @@ class GeneratorConfig:
     """Tokens that one engine iteration computes at most, prompts and decoding together; at least `max_model_len`. What
     is left of a prompt goes into the next iteration; on a CPU the whole prompt does. Above `max_num_seqs` x
     `max_model_len`, which no iteration can have, it changes nothing."""
-    kv_cache_gib: Annotated[float, Gt(0)] = 1.0
+    kv_cache_gib: float = 1.0
     """Size of the KV cache, in GiB per rank."""
     model_impl: Literal["torchtitan", "vllm"] = "torchtitan"
     """`torchtitan` runs the trainer's model inside vLLM; `vllm` runs vLLM's own model of the family."""

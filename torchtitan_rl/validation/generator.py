@@ -3,6 +3,8 @@ its first sample."""
 
 from __future__ import annotations
 
+import math
+
 from torchtitan_rl import platform
 from torchtitan_rl.config.meshes import GeneratorConfig
 from torchtitan_rl.config.run import RunConfig
@@ -83,6 +85,8 @@ def check_engine(generator: GeneratorConfig, shape: DecoderShape) -> None:
             f"{generator.max_num_seqs}, and each of these sequences decodes a token in one iteration; raise it, or "
             "lower max_num_seqs"
         )
+    if generator.kv_cache_gib == math.inf:
+        raise ValueError("generator.kv_cache_gib=inf: must be finite; give the size in GiB")
     per_token, states = kv_bytes_per_token(generator, shape), state_bytes(generator, shape)
     if not generator.kv_cache_gib * 2**30 >= states + per_token * generator.max_model_len:
         capacity = max(0, int((max(0.0, generator.kv_cache_gib) * 2**30 - states) / per_token))  # max(0, NaN) is 0

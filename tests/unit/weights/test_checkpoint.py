@@ -111,7 +111,7 @@ def test_a_damaged_checkpoint_is_a_problem_that_names_the_file(damage, tmp_path)
         assert problem(path) == f"{path / 'files.json'}: No such file or directory"
     else:
         (path / "state.json").write_text('{"step":')
-        assert problem(path).startswith(f"{path}: files.json or state.json is not JSON")
+        assert problem(path).startswith(f"{path}: state.json is not JSON")
 
 
 def test_a_newer_format_is_refused(tmp_path):
