@@ -61,9 +61,8 @@ def dppo_kl(
     policy's. A token is dropped as in `dppo_tv`: only where it has moved the way that its advantage pushes it.
     """
     policy_T, old_T = _trained_logprobs(inputs)
-    other_probs_T, old_other_probs_T = (
-        -torch.expm1(x).clamp(max=0.0) for x in (policy_T, old_T)
-    )  # probabilities of other tokens
+    # Probabilities of all other tokens together.
+    other_probs_T, old_other_probs_T = (-torch.expm1(x).clamp(max=0.0) for x in (policy_T, old_T))
     # xlogy is 0 where its first argument is: a token of probability 1 leaves nothing to the others.
     other_term_T = torch.xlogy(old_other_probs_T, old_other_probs_T) - torch.xlogy(old_other_probs_T, other_probs_T)
     return _masked_surrogate(inputs, old_T.exp() * (old_T - policy_T) + other_term_T, delta_low, delta_high, cap, tau)

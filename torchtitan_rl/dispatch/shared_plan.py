@@ -17,9 +17,8 @@ from torchtitan_rl.types import Datum
 
 __all__ = ["PrefixCost", "SharedPlan", "plan_siblings", "prefix_cost"]
 
-_MAX_TIME_SHARE = (
-    0.9  # siblings compute their prompt together when that is estimated to take at most so much of the time
-)
+_MAX_TIME_SHARE = 0.9
+"""Siblings compute their prompt together when that is estimated to take at most this share of the time of each alone."""
 # On a CPU, by processor time of one thread; docs/performance.md has estimates beside what was measured.
 _CALLS_FLOPS = 2.0e7  # operations of matrix products that take as long as one group's own calls in a layer
 _ATTENTION = 3.0  # times that attention takes for an operation, in what a matrix product takes
@@ -35,7 +34,7 @@ class PrefixCost:
     """Cost of the further calls of attention that one group of siblings needs, in all layers."""
 
     def alone(self, length: int) -> float:
-        """Cost of a datum that is computed datum_plan: a query sees half of the datum on average."""
+        """Cost of a datum that is computed whole: a query sees half of the datum on average."""
         return length + self.pair * length * length / 2
 
     def together(self, prompt: int, lengths: Sequence[int]) -> float:
@@ -95,7 +94,7 @@ def plan_siblings(data: list[Datum], num_ranks: int, max_tokens: int, cost: Pref
 
     Siblings that do not fit into a microbatch, or would leave ranks without work, are cut into several parts with the
     prompt in each. Where the estimate is against it, datums are planned one by one as `plan_microbatches` does; so is
-    the datum_plan call when the fullest rank would have no less to do."""
+    the whole call when the fullest rank would have no less to do."""
     lengths, prompts = [len(datum) for datum in data], [_prompt_length(datum) for datum in data]
     prompt_tokens = sum(size + 1 for size in prompts)  # and the last one, which every sibling computes
     groups = _siblings(data, prompts)
