@@ -18,7 +18,7 @@ from torchtitan_rl.types import Datum
 __all__ = ["PrefixCost", "SharedPlan", "plan_siblings", "prefix_cost"]
 
 _MAX_TIME_SHARE = 0.9
-"""Siblings compute their prompt together when that is estimated to take at most this share of the time of each alone."""
+"""Siblings compute their prompt together when that is estimated to take at most this share of each alone."""
 # On a CPU, by processor time of one thread; docs/performance.md has estimates beside what was measured.
 _CALLS_FLOPS = 2.0e7  # operations of matrix products that take as long as one group's own calls in a layer
 _ATTENTION = 3.0  # times that attention takes for an operation, in what a matrix product takes
