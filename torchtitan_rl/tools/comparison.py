@@ -119,15 +119,16 @@ def compare(runs: Sequence[Run], metrics: Sequence[str] = ()) -> Comparison:
     paths = list(dict.fromkeys(path for group in groups for path in group.config))
     config = {path: [group.config.get(path) for group in groups] for path in paths}
     differing = {path: values for path, values in config.items() if any(value != values[0] for value in values)}
-    lasts = [[_final(run) for run in group.runs] for group in groups]
-    finals = [
-        [{n: x for n, x in run_finals.items() if math.isfinite(x)} for run_finals in group_finals]
-        for group_finals in lasts
-    ]
+    finals: list[list[dict[str, float]]] = []
+    """Of each group, of each run: its finite numbers at its end, by metric."""
     not_finite: dict[str, list[str]] = defaultdict(list)
-    for group, group_finals in zip(groups, lasts):
-        for label, run_finals in zip(group.names, group_finals):
-            for name in run_finals.keys() - {name for name, value in run_finals.items() if math.isfinite(value)}:
+    """Metric -> runs whose number is not finite."""
+    for group in groups:
+        finals.append([])
+        for run, label in zip(group.runs, group.names, strict=True):
+            final = _final(run)
+            finals[-1].append({name: number for name, number in final.items() if math.isfinite(number)})
+            for name in (name for name, number in final.items() if not math.isfinite(number)):
                 not_finite[name].append(label)
     names = list(dict.fromkeys(name for group_finals in finals for run_finals in group_finals for name in run_finals))
     if lost := [metric for metric in metrics if not matching(metric, names) and matching(metric, not_finite)]:
