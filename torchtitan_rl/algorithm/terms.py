@@ -77,10 +77,10 @@ def with_kept_weights(data: list[Datum], config: AlgorithmConfig) -> list[Datum]
         masks.append(torch.where(factor_T > 0, datum.loss_inputs["loss_mask"], 0.0))
     weights = [torch.zeros_like(mask) for mask in masks]
     # A sequence that had no trained token before the correction counts as it does without one.
-    kept = [i for i, mask in enumerate(masks) if mask.any() or not data[i].loss_inputs["loss_mask"].any()]
-    if kept:
-        reduced = config.reduction([masks[i] for i in kept], [data[i].group for i in kept])
-        for i, weights_T in zip(kept, reduced, strict=True):
+    counted = [i for i, mask in enumerate(masks) if mask.any() or not data[i].loss_inputs["loss_mask"].any()]
+    if counted:
+        reduced = config.reduction([masks[i] for i in counted], [data[i].group for i in counted])
+        for i, weights_T in zip(counted, reduced, strict=True):
             weights[i] = weights_T
     return with_inputs(data, token_weights=weights)
 

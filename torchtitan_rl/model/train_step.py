@@ -117,12 +117,12 @@ def accumulate_gradients(
             metrics |= routing_replay.agreement(model, tensors["loss_mask"])
         with span("backward"):
             (loss * loss_weight).backward()
-        kept = outputs.keys() & {"policy_logprobs", "predicted_values"}
+        row_names = outputs.keys() & {"policy_logprobs", "predicted_values"}
         answers.append(
             _Answer(
                 metric_names=list(metrics),
                 scalars=[_scalar(value, device) for value in (loss, *metrics.values())],
-                outputs={name: outputs[name].detach().float() for name in kept},
+                outputs={name: outputs[name].detach().float() for name in row_names},
                 lengths=batch.lengths,
             )
         )

@@ -253,8 +253,8 @@ def digests(tensors: Mapping[str, torch.Tensor]) -> str:
         return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
     distinct = {memory(tensor): tensor for tensor in tensors.values()}
-    known = dict(zip(distinct, platform.in_threads(digest, list(distinct.values()))))
-    return "".join(known[memory(tensors[name])] for name in sorted(tensors))
+    digest_of = dict(zip(distinct, platform.in_threads(digest, list(distinct.values()))))
+    return "".join(digest_of[memory(tensors[name])] for name in sorted(tensors))
 
 
 def followed_entries(file: Path, schedules: Schedules) -> list[Entry]:

@@ -72,8 +72,8 @@ class FirstFinished(LaggedBatches):
         """The number of the next batch, counted from the first one of this attempt at the run."""
         self._due_batches: dict[int, int] = {}
         """The slots that were in flight at the checkpoint, or at `cancel`, and the batch in which each is due."""
-        self._num_admitted_before = 0
-        """Slots below this one have been admitted before; those that are not owed have trained."""
+        self._first_new_slot = 0
+        """Slots below this one were admitted before; those of them that are not in `_due_batches` have trained."""
         self._num_long, self._num_played = 0, 0
 
     async def _next(self) -> Batch:
@@ -101,7 +101,7 @@ class FirstFinished(LaggedBatches):
         while len(self._slots) < max_in_flight:
             before = self._draws.state_dict()
             [draw] = self._draws.next(1)
-            if draw.slot < self._num_admitted_before and draw.slot not in self._due_batches:
+            if draw.slot < self._first_new_slot and draw.slot not in self._due_batches:
                 continue
             due = self._due_batches.pop(draw.slot, self._batch + algorithm.max_policy_lag)
             begins = step + (due - self._batch) * algorithm.steps_per_batch
@@ -155,8 +155,8 @@ class FirstFinished(LaggedBatches):
 
     def _last_due(self, due: Counter[int], room: int) -> float:
         """The latest batch a slot may be due in to join the next batch, which has room for so many (earliest deadline
-        first). `due` counts the slots in flight by the batch in which they are due. If the slots due within i batches
-        after the next one would leave no place in these, only they may join."""
+        first). `due` counts the slots in flight by the batch in which they are due. Of those due by i batches after the
+        next one, i batches can train after it; where as many as there is room for are left, only these may join."""
         for i in range(self._algorithm.max_policy_lag + 1):
             num = sum(number for batch, number in due.items() if batch <= self._batch + i)
             if num - i * self._algorithm.tasks_per_step >= room:
@@ -184,7 +184,7 @@ class FirstFinished(LaggedBatches):
         until it is due, and `admitted`, the number of slots that were admitted. The others have trained."""
         due = {slot.slot: slot.due for slot in self._slots.values()} | self._due_batches
         in_flight = [[slot, batch - self._batch] for slot, batch in sorted(due.items())]
-        admitted = max(self._draws.next_slot, self._num_admitted_before)
+        admitted = max(self._draws.next_slot, self._first_new_slot)
         return super().state_dict() | {"in_flight": in_flight, "admitted": admitted}
 
     def resume(self, state: dict[str, Any], finished: list[GroupLine]) -> list[str]:
@@ -202,7 +202,7 @@ class FirstFinished(LaggedBatches):
 
     def _owe(self, state: dict[str, Any]) -> None:
         self._due_batches = {slot: self._batch + left for slot, left in state["in_flight"]}
-        self._num_admitted_before = state["admitted"]
+        self._first_new_slot = state["admitted"]
 
 
 def one_slot(config: AlgorithmConfig) -> AlgorithmConfig:

@@ -18,11 +18,11 @@ def pieces(tokenizer: Tokenizer | Any, tokens: Sequence[int]) -> list[str]:
     texts: list[str] = []
     first = before = 0
     for end in range(1, len(tokens) + 1):
-        known = tokenizer.decode(list(tokens[first:before]), skip_special_tokens=False)
+        earlier_text = tokenizer.decode(list(tokens[first:before]), skip_special_tokens=False)
         text = tokenizer.decode(list(tokens[first:end]), skip_special_tokens=False)
         if text.endswith(_UNFINISHED) and end < len(tokens) and end - before < 8:
             texts.append("")
             continue
-        texts.append(text[len(known) :])
+        texts.append(text[len(earlier_text) :])
         first, before = before, end
     return texts
