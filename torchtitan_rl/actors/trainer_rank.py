@@ -52,8 +52,8 @@ def require(operation: Operation, role: str, parts: Mapping[str, Part]) -> None:
 class TrainerRank:
     """A torchtitan model, sharded by torchtitan's canonical plan, and an optimizer. The process group must exist.
 
-    `policy` and `critic` train; `reference`, `teacher` and `reward_model` only score and have no optimizer. `critic` and
-    `reward_model` have a value head. Every rank of a mesh gets the same calls in the same order: most of them are
+    `policy` and `critic` train; `reference`, `teacher` and `reward_model` only score and have no optimizer. `critic`
+    and `reward_model` have a value head. Every rank of a mesh gets the same calls in the same order: most of them are
     collective. A method that is an operation of `TrainerOperations` does its work inside `with self.serving(...)`.
     """
 
