@@ -13,7 +13,7 @@ from typing import Any
 from tests.simulation.pretence import patched
 from torchtitan_rl.dispatch import mesh_training_client
 from torchtitan_rl.dispatch.mesh_sampling_client import MeshSamplingClient
-from torchtitan_rl.dispatch.replica import Replica
+from torchtitan_rl.dispatch.replica import Membership, Replica
 from torchtitan_rl.dispatch.versions import PolicyVersions
 from torchtitan_rl.record import attempts
 from torchtitan_rl.rollout import group, lagged_batches, player
@@ -111,7 +111,7 @@ async def _leave_and_release_nothing(self: MeshSamplingClient, role: str, hurry:
     index = next(index for index in self._serving_indices if self._replicas[index].mesh.role == role)
     if len(self._serving_indices) == 1:
         raise RuntimeError(f"{role}: is the only healthy replica; it stays")
-    self._left.add(index)
+    self._replicas[index].membership = Membership.LEFT
     self._serving_indices = self._eligible()
     self._replicas[index].lost = "has left"
 

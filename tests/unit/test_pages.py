@@ -54,6 +54,12 @@ def test_scripts_and_configs_that_a_page_names_exist(page):
     assert [path for path in paths if not (ROOT / path).exists() and path != "configs/NAME.py"] == []
 
 
+def test_the_page_of_config_files_has_every_file_once():
+    tables = re.findall(r"^\|---.*\n((?:\|.*\n)*)", (ROOT / "docs/configs.md").read_text(), re.MULTILINE)
+    named = [name for row in "".join(tables).splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert sorted(named) == sorted(file.stem for file in (ROOT / "configs").glob("*.py"))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_what_a_page_places_in_a_file_is_there(page):
     text = " ".join(page.read_text().split())

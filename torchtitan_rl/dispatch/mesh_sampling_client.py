@@ -15,7 +15,7 @@ from torchtitan_rl.actors.operations import GeneratorOperations, Operation
 from torchtitan_rl.dispatch.placement import Placement
 from torchtitan_rl.dispatch.recorded_routes import RecordedRoutes
 from torchtitan_rl.dispatch.repair import PlaceGone, Repair, TooManyRestarts, catch_up, end, released
-from torchtitan_rl.dispatch.replica import Replica, ReplicaLost, VersionRefused
+from torchtitan_rl.dispatch.replica import Membership, Replica, ReplicaLost, VersionRefused
 from torchtitan_rl.dispatch.role_mesh import RoleMesh, describe
 from torchtitan_rl.dispatch.router import Router
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
@@ -71,16 +71,11 @@ class MeshSamplingClient(SamplingClient):
         self._router, self._routes = Router(len(replicas)), routes
         """The router counts nothing in a replay."""
         self._replicas = [self._new_replica(index, mesh) for index, mesh in enumerate(replicas)]
-        self._leaving: set[int] = set()
-        """The replicas that get no further request, and leave once theirs are answered."""
-        self._left: set[int] = set()
-        """The replicas that have left. The next one that joins takes the index of one of them."""
         self._progress = asyncio.Event()
         """Set when a leaving replica has answered a request, or is lost."""
         self._serving_indices = list(range(len(replicas)))
         """The replicas that get requests: they are not lost and do not leave. The list is replaced when that changes:
         the router looks at the replicas again only when it gets another list."""
-        self._repairing: set[int] = set()
         self._num_starting = 0
         """The blocks of `starting` under way."""
         self._replica_arrived = asyncio.Event()
@@ -102,7 +97,7 @@ class MeshSamplingClient(SamplingClient):
 
     def _members(self) -> list[Replica]:
         """The replicas that have not left."""
-        return [replica for index, replica in enumerate(self._replicas) if index not in self._left]
+        return [replica for replica in self._replicas if replica.membership is not Membership.LEFT]
 
     # The state of the replicas.
 
@@ -112,9 +107,8 @@ class MeshSamplingClient(SamplingClient):
     def working(self) -> list[str]:
         """Roles of the replicas that are healthy and do not leave, and of lost ones that are being replaced. A lost one
         that nothing replaces (`generator.max_replica_restarts=0`) is not among them."""
-        out = self._leaving | self._left
-        members = (replica for index, replica in enumerate(self._replicas) if index not in out)
-        return [replica.mesh.role for replica in members if replica.lost is None or self._repair is not None]
+        staying = [replica for replica in self._replicas if replica.membership is Membership.MEMBER]
+        return [replica.mesh.role for replica in staying if replica.lost is None or self._repair is not None]
 
     def serving(self) -> list[str]:
         """Roles of the replicas that get requests."""
@@ -171,8 +165,12 @@ class MeshSamplingClient(SamplingClient):
         await self._on_all(lambda replica: replica.load_hf(directory, version))
 
     async def _on_all(self, call: Callable[[Replica], Coroutine]) -> None:
-        indices = {*await self._some_serving(), *self._leaving}
-        replicas = [self._replicas[index] for index in sorted(indices)]  # meanwhile another may take the place of one
+        serving = await self._some_serving()
+        replicas = [  # a list of its own: meanwhile another replica may take the place of one
+            replica
+            for index, replica in enumerate(self._replicas)
+            if index in serving or replica.membership is Membership.LEAVING
+        ]
         results = await asyncio.gather(*map(call, replicas), return_exceptions=True)
         loaded = any(result is None for result in results)
         for position, (replica, result) in enumerate(zip(replicas, results, strict=True)):
@@ -276,7 +274,7 @@ class MeshSamplingClient(SamplingClient):
         """Notes that a replica has answered requests, or never will."""
         if self._routes is None:
             self._router.finished(index, num_requests, _pinned(version))
-        if index in self._leaving:
+        if self._replicas[index].membership is Membership.LEAVING:
             self._progress.set()
 
     def _start(self, work: Coroutine) -> asyncio.Future:
@@ -316,7 +314,8 @@ class MeshSamplingClient(SamplingClient):
         """One more replica. It loads the served version while the others serve, and gets requests from then on. Call it
         again only after it has returned. Raises RuntimeError, ValueError or ReplicaLost where the weights do not
         load."""
-        index = min(self._left, default=len(self._replicas))
+        left = (index for index, replica in enumerate(self._replicas) if replica.membership is Membership.LEFT)
+        index = next(left, len(self._replicas))
         if index == len(self._router.loads):
             self._router.add()
         replica = self._new_replica(index, mesh)
@@ -326,8 +325,7 @@ class MeshSamplingClient(SamplingClient):
             replica.lost = "did not join"
             await replica.release()
             raise
-        if index in self._left:
-            self._left.discard(index)
+        if index < len(self._replicas):
             self._replicas[index] = replica
         else:
             self._replicas.append(replica)
@@ -348,7 +346,7 @@ class MeshSamplingClient(SamplingClient):
         if len(self._serving_indices) == 1:
             raise RuntimeError(f"{role}: is the only healthy replica; it stays")
         replica = self._replicas[index]
-        self._leaving.add(index)
+        replica.membership = Membership.LEAVING
         self._update_serving()
         hurried = None if hurry is None else asyncio.ensure_future(hurry.wait())
         if hurried is not None:
@@ -367,13 +365,13 @@ class MeshSamplingClient(SamplingClient):
                     break
                 self._progress.clear()
                 await self._progress.wait()
+            replica.membership = Membership.LEFT
         finally:
-            self._leaving.discard(index)
-            self._update_serving()  # once more, if it stays, or if this call is given up
+            if replica.membership is Membership.LEAVING:  # it stays, or this call is given up
+                replica.membership = Membership.MEMBER
+            self._update_serving()
             if hurried is not None:
                 hurried.cancel()
-        self._left.add(index)
-        self._update_serving()
         if replica.lost is None:
             replica.lost = "has left"
             await replica.release()
@@ -390,7 +388,11 @@ class MeshSamplingClient(SamplingClient):
 
     def _expects_replica(self) -> bool:
         """Whether no replica is left, and one is being replaced or is to join."""
-        return not (self._serving_indices or self._no_repair) and bool(self._repairing or self._num_starting)
+        return not (self._serving_indices or self._no_repair) and self._num_to_come() > 0
+
+    def _num_to_come(self) -> int:
+        """The replicas that are being replaced, and the blocks of `starting` under way."""
+        return self._num_starting + sum(replica.is_being_replaced for replica in self._replicas)
 
     def _send_waiting(self) -> None:
         """Sends what waits for a replica, or fails it where none is expected any more."""
@@ -424,9 +426,10 @@ class MeshSamplingClient(SamplingClient):
     def _eligible(self) -> list[int]:
         """The replicas that get requests: the healthy ones that do not leave. Where none stays and none is expected,
         those that leave do."""
-        healthy = [i for i, replica in enumerate(self._replicas) if replica.lost is None and i not in self._left]
-        staying = [index for index in healthy if index not in self._leaving]
-        return staying if staying or self._repairing or self._num_starting else healthy
+        healthy = [(index, replica) for index, replica in enumerate(self._replicas) if replica.lost is None]
+        staying = [index for index, replica in healthy if replica.membership is Membership.MEMBER]
+        leaving = [index for index, replica in healthy if replica.membership is Membership.LEAVING]
+        return staying if staying or self._num_to_come() else leaving
 
     def _current(self, index: int) -> Replica:
         return self._replicas[index]
@@ -437,9 +440,8 @@ class MeshSamplingClient(SamplingClient):
             return
         replica.lost = str(error)
         index = self._replicas.index(replica)
-        repair = None if index in self._leaving else self._repair
-        if repair is not None:
-            self._repairing.add(index)
+        repair = None if replica.membership is Membership.LEAVING else self._repair
+        replica.is_being_replaced = repair is not None
         self._update_serving()
         event = {"event": "replica_lost", "who": replica.mesh.role}
         logger.warning("a generator replica is lost, %d left: %s", len(self._serving_indices), error, extra=event)
@@ -459,14 +461,14 @@ class MeshSamplingClient(SamplingClient):
         except TooManyRestarts as error:
             self._no_repair = str(error)
         except PlaceGone as error:
-            self._left.add(index)
+            lost.membership = Membership.LEFT
             role = lost.mesh.role
             logger.warning("%s has left: %s", role, error, extra={"event": "replica_left", "who": role})
         except Exception as error:
             self._no_repair = f"{lost.mesh.role} was not replaced: {describe(error)}"
             logger.exception("%s: is not replaced", lost.mesh.role)
         finally:
-            self._repairing.discard(index)
+            lost.is_being_replaced = False
             self._update_serving()
             self._send_waiting()
 

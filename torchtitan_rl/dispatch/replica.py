@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, contextmanager
+from enum import Enum, auto
 from typing import Any
 
 from torchtitan_rl.actors.operations import GeneratorOperations, Operation
@@ -15,7 +16,7 @@ from torchtitan_rl.dispatch.versions import ServedVersions
 from torchtitan_rl.record.tracing import span
 from torchtitan_rl.types import WITHOUT_ADAPTERS, Request
 
-__all__ = ["Replica", "ReplicaLost", "VersionRefused"]
+__all__ = ["Membership", "Replica", "ReplicaLost", "VersionRefused"]
 
 
 class ReplicaLost(Exception):
@@ -25,6 +26,17 @@ class ReplicaLost(Exception):
 class VersionRefused(ValueError):
     """The version is at fault: its tensors do not fit, or the engine cannot load them. The replica holds the version
     that it held before, and goes on."""
+
+
+class Membership(Enum):
+    """Whether a replica belongs to the client that routes requests to it. A lost replica is a member until it has
+    left."""
+
+    MEMBER = auto()
+    LEAVING = auto()
+    """It gets no further request, and leaves once it has answered those that it has."""
+    LEFT = auto()
+    """The next replica that joins takes its index."""
 
 
 class Replica:
@@ -59,6 +71,9 @@ class Replica:
         """The policy version that the engine holds; None before the first load, and once the replica is lost."""
         self.lost: str | None = None
         """Why the replica is out of use; None while it is healthy."""
+        self.membership = Membership.MEMBER
+        self.is_being_replaced = False
+        """Whether the replica is lost and another is being started in its place."""
         self._in_flight: Counter[bool] = Counter()
         """The rounds of requests that are being answered: pinned ones under True."""
         self._pulling: int | None = None

@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -51,6 +51,22 @@ _END_WITHIN_S = 5.0
 _LOOPBACK = "127.0.0.1"
 
 
+@dataclass(slots=True)
+class _Replica:
+    """A generator replica: what it is started from, its devices, and the processes that it is now."""
+
+    role: str
+    config: GeneratorConfig
+    model: ModelConfig
+    seed: int
+    size: MeshSize
+    place: Place
+    processes: Any = None
+    """Monarch's mesh of its processes; None before the first ones are there and after the replica was stopped."""
+    has_devices: bool = True
+    """False once it was stopped and its devices are free for others."""
+
+
 @dataclass
 class ActorLauncher(MeshLauncher):
     """Spawns the meshes of a run and remembers them, so that `stop` leaves no process behind."""
@@ -71,13 +87,8 @@ class ActorLauncher(MeshLauncher):
     store: Any = None
     _meshes: list[Any] = field(default_factory=list)
     _stopping: bool = False
-    _starts: dict[str, Callable[[str], Awaitable[RoleMesh]]] = field(default_factory=dict)
-    """Starts a replica once more, on the same devices, as processes of another name."""
-    _places: dict[str, Place] = field(default_factory=dict)
-    _sizes: dict[str, MeshSize] = field(default_factory=dict)
-    """What each generator replica has of the devices."""
-    _replicas: dict[str, Any] = field(default_factory=dict)
-    """Monarch's mesh of processes of each generator replica."""
+    _replicas: dict[str, _Replica] = field(default_factory=dict)
+    """The generator replicas by role, also those that were stopped."""
     _role_pids: dict[str, list[int]] = field(default_factory=dict)
     _closed: set[int] = field(default_factory=set)
     """The hosts that leave or have left."""
@@ -162,32 +173,37 @@ class ActorLauncher(MeshLauncher):
         the one with the index `host`."""
         ranks = config.tensor_parallel_degree
         size = MeshSize(role=role, num_ranks=ranks, replica=True, share_with=share_with, host=host)
-        place = self._devices.take(size)
-
-        async def start(name: str) -> RoleMesh:
-            procs = await self._spare_or_new(name, ranks, place)
-            self._replicas[role] = procs
-            if ranks > 1:
-                await self._in_time(self._rendezvous(procs, place), f"{role}: rendezvous")
-            actors = procs.spawn(
-                name, Generator, config, model, role, seed, self.log_dir, self.store_name,
-                share_with is not None, self.schedules,
-            )  # fmt: skip
-            return await self._set_up(role, actors, place, num_ranks=ranks, tensor_parallel_size=ranks)
-
+        replica = _Replica(role, config, model, seed, size, self._devices.take(size))
         # Monarch knows every mesh of a run by its name, also one that has ended.
-        name = self._name_of_another(role) if role in self._starts else role
-        self._starts[role], self._places[role], self._sizes[role] = start, place, size
-        return await start(name)
+        name = self._another_name(role) if role in self._replicas else role
+        self._replicas[role] = replica
+        return await self._start_replica(replica, name)
+
+    async def _start_replica(self, replica: _Replica, name: str) -> RoleMesh:
+        """Starts the processes of a replica, the first ones or a replacement, as the mesh `name` of Monarch."""
+        ranks, role = replica.size.num_ranks, replica.role
+        processes = await self._spare_or_new(name, ranks, replica.place)
+        replica.processes = processes
+        if ranks > 1:
+            await self._in_time(self._rendezvous(processes, replica.place), f"{role}: rendezvous")
+        actors = processes.spawn(
+            name, Generator, replica.config, replica.model, role, replica.seed, self.log_dir, self.store_name,
+            replica.size.share_with is not None, self.schedules,
+        )  # fmt: skip
+        return await self._set_up(role, actors, replica.place, num_ranks=ranks, tensor_parallel_size=ranks)
 
     async def stop_generator(self, role: str) -> None:
         """Ends a generator replica that is not used any more, or did not start; its devices are free then."""
-        procs = self._replicas.pop(role, None)
-        if procs is not None:
-            await self._stop_in_order(role, procs, "has left")
-            self._forget_processes(role, procs)
-        if (size := self._sizes.pop(role, None)) is not None:  # None: there was no room for it
-            self._devices.give_back(size)
+        replica = self._replicas.get(role)
+        if replica is None:  # there was no room for it
+            return
+        processes, replica.processes = replica.processes, None
+        if processes is not None:
+            await self._stop_in_order(role, processes, "has left")
+            self._forget_processes(role, processes)
+        if replica.has_devices:
+            replica.has_devices = False
+            self._devices.give_back(replica.size)
 
     def add_host(self) -> None:
         """Replicas may be on the next one of `hosts`, which has joined."""
@@ -200,7 +216,8 @@ class ActorLauncher(MeshLauncher):
 
     def replicas_on(self, index: int) -> list[str]:
         """The replicas on a host, also those that start, and lost ones."""
-        return [role for role in self._sizes if index in self._places[role].hosts]
+        replicas = self._replicas.items()
+        return [role for role, replica in replicas if index in replica.place.hosts and replica.has_devices]
 
     async def remove_host(self, index: int) -> None:
         """A joined host has left or is gone, and with it what is there of the run."""
@@ -240,14 +257,16 @@ class ActorLauncher(MeshLauncher):
 
     async def restart_generator(self, role: str) -> RoleMesh:
         """A replacement for a generator replica, on the same devices. Ends what is left of the replica first."""
-        procs = self._replicas[role]
-        self._forget_processes(role, procs)
+        replica = self._replicas[role]
+        if replica.processes is None:
+            raise RuntimeError(f"{role}: was stopped, so nothing replaces it; start a replica with another name")
+        self._forget_processes(role, replica.processes)
         if self.hosts.attached:  # the processes belong to the workers of their hosts
-            await self._stop_in_order(role, procs, "lost")
-            for index in self._places[role].hosts:
+            await self._stop_in_order(role, replica.processes, "lost")
+            for index in replica.place.hosts:
                 if index not in self.hosts.joined:  # those are there: `_host_gone` has looked
                     await self.hosts.await_back(index, JOIN_S)
-        mesh = await self._starts[role](self._name_of_another(role))
+        mesh = await self._start_replica(replica, self._another_name(role))
         if self._spares is not None:
             self._spares.fill()
         return mesh
@@ -255,7 +274,7 @@ class ActorLauncher(MeshLauncher):
     async def _host_gone(self, role: str) -> str:
         """Why nothing replaces a lost replica: its host, which had joined, has left or is gone; "" where it is
         there. What is left of a host that is gone is forgotten."""
-        for index in self._places[role].hosts:
+        for index in self._replicas[role].place.hosts:
             if index in self._closed:
                 return f"host {self.hosts.hosts[index].address} leaves"
             lease = self.hosts.leases.get(index)
@@ -268,7 +287,7 @@ class ActorLauncher(MeshLauncher):
                 return f"host {address} is gone"
         return ""
 
-    def _name_of_another(self, role: str) -> str:
+    def _another_name(self, role: str) -> str:
         self._num_restarts += 1
         return f"{role}-restart{self._num_restarts}"
 

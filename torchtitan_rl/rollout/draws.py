@@ -6,7 +6,6 @@ filtered or failed; or the run ends first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,12 +43,11 @@ class Draws:
         self.source = source
         self.next_slot = 0
 
-    def next(self, n: int, *, again: Sequence[Task] = ()) -> list[Draw]:
-        """Round 0 of the next `n` slots: first the tasks `again`, of which there may be `n`, then the source's next."""
+    def next(self, n: int) -> list[Draw]:
+        """Round 0 of the next `n` slots."""
         first, self.next_slot = self.next_slot, self.next_slot + n
         with span("draw tasks"):
-            tasks = [*again, *self.source.next(n - len(again))]
-            return [Draw(slot=first + i, round=0, task=task) for i, task in enumerate(tasks)]
+            return [Draw(slot=first + i, round=0, task=task) for i, task in enumerate(self.source.next(n))]
 
     def replace(self, draws: list[Draw]) -> list[Draw]:
         """The next round of the draws' slots. Seed, slot and round determine the task.

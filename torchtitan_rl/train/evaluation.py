@@ -158,19 +158,15 @@ async def evaluate(
     """
     split, num_samples, pass_at_k = eval_set.split, eval_set.num_samples, eval_set.pass_at_k
     altered = changes(eval_set.sampling or config.eval_sampling)
+    correct_reward = config.correct_reward if eval_set.correct_reward is None else eval_set.correct_reward
     size = family.num_tasks(split)
     num_tasks = eval_set.num_tasks if size is None else min(eval_set.num_tasks, size)
     tasks = [family.task(split, i) for i in range(num_tasks)]
     failed = Counter[str]()
 
-    correct_reward = config.correct_reward if eval_set.correct_reward is None else eval_set.correct_reward
-
-    completions: list[dict[str, Any]] = []
-
-    async def attempts(n: int, temperature: float, first_sample: int) -> list[list[Rollout]]:
-        """The rollouts of the attempts at each task that did not fail. The record of a task's attempt i has the sample
-        `first_sample` + i."""
-        played: list[list[Rollout | GroupFailed]] = await asyncio.gather(
+    async def attempt_all(n: int, temperature: float) -> list[_TaskAttempts]:
+        """Attempts each task n times."""
+        results = await asyncio.gather(
             *(
                 running(
                     "play rollouts",
@@ -189,44 +185,66 @@ async def evaluate(
                 for task in tasks
             )
         )
-        rollouts = [[attempt for attempt in task_attempts if isinstance(attempt, Rollout)] for task_attempts in played]
-        for task, task_attempts in zip(tasks, rollouts, strict=True):
-            _fill_rewards(f"{label}/{task.id}", task_attempts)
-            failed["failure/attempts"] += n - len(task_attempts)
-        for index, (task, results) in enumerate(zip(tasks[:tasks_recorded], played)):
-            for sample, attempt in enumerate(results, first_sample):
-                completions.append(
-                    {"name": name, "split": split, "task_index": index, "sample": sample}
-                    | _completion(task, attempt, correct_reward)
-                )
-        return rollouts
+        all_attempts = [_TaskAttempts(*pair) for pair in zip(tasks, results, strict=True)]
+        for attempts in all_attempts:
+            _fill_rewards(f"{label}/{attempts.task.id}", attempts.rollouts)
+            failed["failure/attempts"] += n - len(attempts.rollouts)
+        return all_attempts
 
-    def num_correct(played: list[list[Rollout]]) -> list[int]:
-        return [sum(bool(rollout.reward >= correct_reward) for rollout in task_attempts) for task_attempts in played]
+    greedy = await attempt_all(1, 0.0)
+    sampled = await attempt_all(num_samples, eval_set.temperature) if num_samples else []
 
-    played = await attempts(1, 0.0, 0)
-    greedy = num_correct(played)
-    result = Evaluation(name=name, split=split, num_tasks=len(tasks), accuracy=mean(greedy), failures=failed)
-    if rollouts := [rollout for task_attempts in played for rollout in task_attempts]:
+    correct = [attempts.num_correct(correct_reward) for attempts in greedy]
+    result = Evaluation(name=name, split=split, num_tasks=len(tasks), accuracy=mean(correct), failures=failed)
+    result.intervals["accuracy"] = score_interval(correct)
+    if rollouts := [rollout for attempts in greedy for rollout in attempts.rollouts]:
         result.rewards["eval/reward_mean"] = mean(rollout.reward for rollout in rollouts)
         result.rewards |= part_means(rollouts, "eval/reward_part_{}_mean")
-    result.intervals["accuracy"] = score_interval(greedy)
-    counts, n = greedy, 1
+    n = 1
     if num_samples:
-        counts, n = num_correct(await attempts(num_samples, eval_set.temperature, 1)), num_samples
-        averages = [count / n for count in counts]
+        n, correct = num_samples, [attempts.num_correct(correct_reward) for attempts in sampled]
+        averages = [count / n for count in correct]
         result.num_samples, result.avg_at_n = n, mean(averages)
         result.intervals[f"avg_at_{n}"] = score_interval(averages, draws_per_task=n)
     if pass_at_k:
-        chances = [chance_of_one(n, count, pass_at_k) for count in counts]
+        chances = [chance_of_one(n, count, pass_at_k) for count in correct]
         result.k, result.pass_at_k = pass_at_k, mean(chances)
         result.intervals[f"pass_at_{pass_at_k}"] = score_interval(chances, draws_per_task=n // pass_at_k)
     result.pass_rates = [
         PassRate(split=split, index=i, num_samples=n, num_correct=count, prompt_hash=prompt_hash(task))
-        for i, (task, count) in enumerate(zip(tasks, counts, strict=True))
+        for i, (task, count) in enumerate(zip(tasks, correct, strict=True))
     ]
-    result.completions = completions
+    for all_attempts, first_sample in ((greedy, 0), (sampled, 1)):
+        for index, attempts in enumerate(all_attempts[:tasks_recorded]):
+            for sample, record in enumerate(attempts.records(correct_reward), first_sample):
+                place = {"name": name, "split": split, "task_index": index, "sample": sample}
+                result.completions.append(place | record)
     return result
+
+
+@dataclass(slots=True)
+class _TaskAttempts:
+    """The attempts at a task, of which some may have failed."""
+
+    task: Task
+    results: list[Rollout | GroupFailed]
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        """Of the attempts that did not fail."""
+        return [result for result in self.results if isinstance(result, Rollout)]
+
+    def num_correct(self, correct_reward: float) -> int:
+        return sum(bool(rollout.reward >= correct_reward) for rollout in self.rollouts)
+
+    def records(self, correct_reward: float) -> list[dict[str, Any]]:
+        """The row of each attempt."""
+        return [
+            evaluation_record(self.task, result.rollout, correct=False, failed=str(result))
+            if isinstance(result, GroupFailed)
+            else evaluation_record(self.task, result, correct=result.reward >= correct_reward, failed="")
+            for result in self.results
+        ]
 
 
 def _fill_rewards(name: str, rollouts: list[Rollout]) -> None:
@@ -235,13 +253,6 @@ def _fill_rewards(name: str, rollouts: list[Rollout]) -> None:
     for rollout in rollouts:
         if rollout.reward is None:
             rollout.reward = 0.0
-
-
-def _completion(task: Task, attempt: Rollout | GroupFailed, correct_reward: float) -> dict[str, Any]:
-    if isinstance(attempt, GroupFailed):
-        return evaluation_record(task, attempt.rollout, correct=False, failed=str(attempt))
-    assert attempt.reward is not None  # filled in above
-    return evaluation_record(task, attempt, correct=attempt.reward >= correct_reward, failed="")
 
 
 class Evaluations:
