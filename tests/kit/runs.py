@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from torchtitan_rl.record import attempts
-from torchtitan_rl.record.recorder import Evaluated, Metrics, RolloutsEnded, TrainedOn
+from torchtitan_rl.record.recorder import EvaluatedAttempts, Metrics, RolloutsEnded, TrainedOn
 from torchtitan_rl.record.records import evaluation_record
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.record.run_dir_writer import RunDirWriter
@@ -113,7 +113,7 @@ def completion(index: int, text: str, reward: float | None, *, sample: int = 0, 
 
 def write_evaluation(run_dir: RunDir, step: int, records: list[dict]) -> None:
     """What the loop tells of an evaluation."""
-    RunDirWriter(run_dir).evaluated(Evaluated(step=step, records=records))
+    RunDirWriter(run_dir).evaluated(EvaluatedAttempts(step=step, records=records))
 
 
 def made_run(path: Path, steps: int = 3, *, seal_after: int = 2, lr: float = 0.001) -> RunDir:

@@ -4,13 +4,13 @@ import asyncio
 from pathlib import Path
 
 from torchtitan_rl.config.meshes import LoRAConfig
-from torchtitan_rl.serve.tinker.service import Served
+from torchtitan_rl.serve.tinker.service import ServedModel
 from torchtitan_rl.types import OptimStepOutput
 
 
-def served(directory: Path, **fields) -> Served:
+def served(directory: Path, **fields) -> ServedModel:
     """A model of 64 tokens and as many positions that trains adapters of rank 8 and less."""
-    return Served(
+    return ServedModel(
         **{
             "base_model": "base",
             "base_dir": directory,

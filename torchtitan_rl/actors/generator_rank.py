@@ -141,7 +141,7 @@ class GeneratorRank:
                 "directory of a model of this family"
             ) from None
         entries = {  # in the engine's dtype: the file's own may be another
-            name: layout.Entry(tuple(tensor.shape), specs.get(name, ((), tensor.dtype))[1], 0)
+            name: layout.TensorEntry(tuple(tensor.shape), specs.get(name, ((), tensor.dtype))[1], 0)
             for name, tensor in state.items()
         }
         if difference := explain_difference(entries, specs):

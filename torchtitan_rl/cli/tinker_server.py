@@ -27,7 +27,7 @@ from torchtitan_rl.serve.listening import Listening
 from torchtitan_rl.serve.tinker.app import guarded, make_app
 from torchtitan_rl.serve.tinker.downloads import write_hf_form
 from torchtitan_rl.serve.tinker.owners import KeyFile, Keys, OneKey
-from torchtitan_rl.serve.tinker.service import Limits, Served, Server
+from torchtitan_rl.serve.tinker.service import ServedModel, Server, TinkerLimits
 from torchtitan_rl.train.start import dated
 from torchtitan_rl.validation.run import missing_weights
 
@@ -114,7 +114,7 @@ async def open_server(config: RunConfig, options: TinkerOptions, run_dir: RunDir
     if config.trainer.lora is None and not has_weights(config.model):
         base_dir = run_dir.path.absolute() / "base"  # random weights: kept, for models that begin anew
         await trainer.save_hf_model(base_dir, **ends)
-    served = Served(
+    served = ServedModel(
         base_model=options.base_model or _loadable(str(assets)),
         base_dir=base_dir,
         family=shape.name,
@@ -126,7 +126,7 @@ async def open_server(config: RunConfig, options: TinkerOptions, run_dir: RunDir
         end_tokens=ends,
         write_form=partial(write_hf_form, model=config.model, model_dir=model_dir),
     )
-    limits = Limits(max_models=options.max_models)
+    limits = TinkerLimits(max_models=options.max_models)
     assert stack.versions is not None
     server = Server(served, trainer, stack.versions, stack.generator, run_dir.path.absolute(), limits)
     await server.open()

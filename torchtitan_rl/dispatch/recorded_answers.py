@@ -8,7 +8,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torchtitan_rl.record.schedule import Entry, request_key
+from torchtitan_rl.record.schedule import ScheduleEntry, request_key
 from torchtitan_rl.types import Completion, Request
 
 __all__ = ["RecordedAnswers"]
@@ -20,7 +20,7 @@ class RecordedAnswers:
     """Completions of a record, by stream and length of the prompt. What the engines admitted in the part of the
     schedule that is followed is sampled again, and has no answer here."""
 
-    def __init__(self, engines: Sequence[Sequence[Entry]], rollouts: Iterable[dict[str, Any]]) -> None:
+    def __init__(self, engines: Sequence[Sequence[ScheduleEntry]], rollouts: Iterable[dict[str, Any]]) -> None:
         """`engines` has the commands of each engine that are followed; `rollouts` are records of the rollouts that the
         requests belong to."""
         self._sampled_again = Counter(

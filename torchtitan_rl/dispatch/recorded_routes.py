@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Sequence
 
-from torchtitan_rl.record.schedule import Entry, request_key
+from torchtitan_rl.record.schedule import ScheduleEntry, request_key
 from torchtitan_rl.types import Request
 
 __all__ = ["RecordedRoutes"]
@@ -15,7 +15,7 @@ __all__ = ["RecordedRoutes"]
 class RecordedRoutes:
     """Routes of requests by what they ask. Of equal requests, the one that is made first has the first one's route."""
 
-    def __init__(self, engines: Sequence[Sequence[Entry]]) -> None:
+    def __init__(self, engines: Sequence[Sequence[ScheduleEntry]]) -> None:
         """`engines` has the commands of each engine."""
         admissions = sorted(
             (entry.at, index, number, key)

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from torchtitan_rl.dispatch.role_mesh import NoAnswer, deadline
 from torchtitan_rl.tasks.sandbox.config import SandboxConfig
-from torchtitan_rl.tasks.sandbox.sandbox import Finished, Limits, SandboxError, check_name
+from torchtitan_rl.tasks.sandbox.sandbox import Finished, SandboxError, SandboxLimits, check_name
 from torchtitan_rl.tasks.sandbox.streams import Streams
 
 __all__ = ["SILENT_S", "RemoteHost", "RemoteSandbox"]
@@ -136,7 +136,7 @@ class RemoteHost:
 class RemoteSandbox:
     """A `Sandbox` on another host; `RemoteHost.opened` opens it."""
 
-    def __init__(self, host: RemoteHost, number: int, directory: str, python: str, limits: Limits) -> None:
+    def __init__(self, host: RemoteHost, number: int, directory: str, python: str, limits: SandboxLimits) -> None:
         self.directory, self.python, self.limits = directory, python, limits
         self._host, self._number = host, number
 

@@ -12,7 +12,7 @@ import psutil
 
 from torchtitan_rl.dispatch.remote_sandbox import RemoteHost
 from torchtitan_rl.tasks.sandbox.config import SandboxConfig
-from torchtitan_rl.tasks.sandbox.room import Room, roomiest
+from torchtitan_rl.tasks.sandbox.room import SandboxRoom, roomiest
 from torchtitan_rl.tasks.sandbox.sandbox import Sandbox
 
 __all__ = ["OwnHost", "RunHosts"]
@@ -93,11 +93,11 @@ class RunHosts:
         hosts: list[_Host] = [*self.remote, self.own]
         return hosts[roomiest([self._room(host) for host in hosts], config.limits.memory_bytes)]
 
-    def _room(self, host: _Host) -> Room | None:
+    def _room(self, host: _Host) -> SandboxRoom | None:
         if host.is_lost:
             return None
         running = self._running.get(host.address, _Running())
-        return Room(
+        return SandboxRoom(
             num_cores=host.num_cores,
             free_bytes=host.free_bytes,
             num_running=running.number,

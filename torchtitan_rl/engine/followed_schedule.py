@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 from torchtitan_rl.engine.command import Command
-from torchtitan_rl.record.schedule import Companion, Entry, request_key
+from torchtitan_rl.record.schedule import Companion, ScheduleEntry, request_key
 from torchtitan_rl.types import Request
 
 __all__ = ["FollowedSchedule"]
@@ -31,7 +31,7 @@ _Received = tuple[Command, list[Future]]
 class FollowedSchedule:
     """Holds the commands that have come until they are due."""
 
-    def __init__(self, entries: Iterable[Entry], company: Sequence[Companion] = ()) -> None:
+    def __init__(self, entries: Iterable[ScheduleEntry], company: Sequence[Companion] = ()) -> None:
         """`company`: of the requests that were under way at the first of the entries, a load."""
         self._entries = deque(entries)
         self._company = list(company)

@@ -26,7 +26,7 @@ from torchtitan_rl.engine.routing_record import RecordingRouter, RoutingRecord
 from torchtitan_rl.engine.slices import SlicedExperts
 from torchtitan_rl.families.biased_blocks import SinkAttention
 from torchtitan_rl.families.delta_net import DeltaNet, Qwen35Attention
-from torchtitan_rl.model.experts import BiasedExperts, Router
+from torchtitan_rl.model.experts import BiasedExperts, ExpertRouter
 from torchtitan_rl.model.lora import is_adapter, lora_spec
 
 __all__ = ["adapted_layers", "generator_spec", "whole_adapters", "whole_parameters"]
@@ -189,7 +189,7 @@ def _record_routing(layers: list, record: RoutingRecord) -> None:
     inner = [layer.attention.inner_attention for layer in layers if layer.attention is not None]
     record.attention_layer = next(attention.name for attention in inner if attention.window is None)
     for number, layer in enumerate(layer for layer in layers if layer.moe is not None):
-        if not isinstance(layer.moe.router, Router.Config):
+        if not isinstance(layer.moe.router, ExpertRouter.Config):
             raise ValueError(
                 f"generator.record_routing=True: a router of class {type(layer.moe.router).__qualname__} does not say "
                 "which experts it has chosen; use algorithm.expert_routing='own'"

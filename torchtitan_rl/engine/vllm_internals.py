@@ -56,7 +56,7 @@ __all__ = [
     "reload_weights",
     "finish_steps_in_flight",
     "num_sampled",
-    "Place",
+    "RequestPosition",
     "places",
     "begin_at",
     "CacheGroup",
@@ -130,7 +130,7 @@ def num_sampled(engine: LLMEngine, engine_id: str) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class RequestPosition:
     """Where a request is in the engine, between two steps."""
 
     engine_id: str
@@ -142,7 +142,7 @@ class Place:
     """Whether its blocks of the cache were taken from it."""
 
 
-def places(engine: LLMEngine) -> list[Place]:
+def places(engine: LLMEngine) -> list[RequestPosition]:
     """The rows of the next step's batch in order, and then the requests that wait in the queue."""
     scheduler = engine.engine_core.engine_core.scheduler
     rows = [request.request_id for request in scheduler.running]
@@ -151,14 +151,14 @@ def places(engine: LLMEngine) -> list[Place]:
     waiting = [request.request_id for request in scheduler.waiting]
     requests = scheduler.requests
     return [
-        Place(
+        RequestPosition(
             engine_id=engine_id,
             num_tokens=requests[engine_id].num_tokens,
             num_computed=requests[engine_id].num_computed_tokens,
             preempted=requests[engine_id].status == RequestStatus.PREEMPTED,
         )
         if engine_id in requests
-        else Place(engine_id=engine_id)
+        else RequestPosition(engine_id=engine_id)
         for engine_id in rows + [engine_id for engine_id in waiting if engine_id not in rows]
     ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torchtitan_rl.health.facts import Facts
+from torchtitan_rl.health.facts import RunFacts
 from torchtitan_rl.health.rules.rule import Finding, Rule
 from torchtitan_rl.health.rules.table import RULES, check_thresholds, look, unreadable
 from torchtitan_rl.health.run_reader import Run
@@ -58,14 +58,14 @@ def examine(run: Run, thresholds: Mapping[str, float] = {}, now: float | None = 
     of `record.thresholds` in the run's config, else the rule's. `now` is in seconds since 1970; None: the present.
     Raises ValueError for a threshold of no rule."""
     check_thresholds(thresholds, "--threshold ")
-    facts = Facts.of(run, now)
+    facts = RunFacts.of(run, now)
     recorded = facts.setting("record.thresholds", {})
     findings = look(facts, {**(recorded if isinstance(recorded, dict) else {}), **thresholds})
     lacks = {rule.name: why for rule in RULES if (why := _lacks(rule, facts, findings))}
     return Diagnosis(findings, facts.missing, lacks)
 
 
-def _lacks(rule: Rule, facts: Facts, findings: list[Finding]) -> str:
+def _lacks(rule: Rule, facts: RunFacts, findings: list[Finding]) -> str:
     """Why a rule could not look; empty where it could."""
     if rule.name in facts.failed or rule.name in [finding.rule for finding in findings]:
         return facts.failed.get(rule.name, "")

@@ -14,7 +14,7 @@ from torchtitan_rl.health.siblings import recorded_compares_siblings
 from torchtitan_rl.health.whereabouts import Whereabouts, whereabouts
 from torchtitan_rl.record.json_lines import parsed
 
-__all__ = ["Facts", "Reading", "Series", "duration", "spans_of"]
+__all__ = ["RunFacts", "Reading", "Series", "duration", "spans_of"]
 
 _NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 
@@ -30,10 +30,10 @@ class Reading(NamedTuple):
 Series = list[Reading]
 
 
-class Facts:
+class RunFacts:
     """A run as the rules see it. `missing` says, one sentence each, what could not be read.
 
-    `Facts.of(run)` reads a directory; `Facts(lines=..., ...)` has what a run that is going on has told.
+    `RunFacts.of(run)` reads a directory; `RunFacts(lines=..., ...)` has what a run that is going on has told.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Facts:
         self._series: dict[str, Series] = {}
 
     @classmethod
-    def of(cls, run: Run, now: float | None = None) -> Facts:
+    def of(cls, run: Run, now: float | None = None) -> RunFacts:
         """The facts of a run's directory, finished or not. Raises nothing for files that are missing or cut off."""
         missing: list[str] = []
         directory = run.directory

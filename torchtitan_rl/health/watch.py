@@ -9,14 +9,14 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from torchtitan_rl.health.facts import Facts
+from torchtitan_rl.health.facts import RunFacts
 from torchtitan_rl.health.rules.table import RULES, look
 from torchtitan_rl.health.run_reader import Run
 from torchtitan_rl.health.samples import Samples
 from torchtitan_rl.record.recorder import GeneratorStarted, Listener, Metrics, RolloutsEnded
 from torchtitan_rl.record.run_dir import RunDir
 
-__all__ = ["Watch"]
+__all__ = ["HealthWatch"]
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ _FIRST, _LAST, _BATCHES, _SAMPLES = 16, 64, 5, 4000
 _PACE_S = 2.0
 
 
-class Watch(Listener):
+class HealthWatch(Listener):
     """Takes samples of the run's processes, and looks by the rules after batches, evaluations and samples, at most once
     in `pace_s` seconds. What a rule finds is a warning, once in the process's life. Belongs behind a
     `BackgroundListener`: it computes and writes. `GeneratorStarted` brings the client whose replicas are timed.
@@ -92,7 +92,7 @@ class Watch(Listener):
         self._new, self._looked = set(), time.monotonic()
         if self._begun is None:
             self._begun = [record["step"] for record in self._run_dir.tables["attempts"].read()]
-        facts = Facts(
+        facts = RunFacts(
             lines=[*self._other_lines, *self._first, *self._last],
             settings=self._settings,
             rollouts=lambda: [rollout for batch in self._rollouts for rollout in batch],

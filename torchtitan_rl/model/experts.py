@@ -2,7 +2,7 @@
 
 torchtitan's experts multiply in bf16 whatever the model's dtype, and torchtitan's router asks autocast for fp32, which
 a CPU does not give. `Experts` multiplies in the dtype of the input, and `Gate` chooses experts in fp32 in trainer and
-generator. `Router` can take the experts that a generator has chosen. Shape letters: R rows routed to this rank's
+generator. `ExpertRouter` can take the experts that a generator has chosen. Shape letters: R rows routed to this rank's
 experts, D model size, F inner size, G = 2 F, E experts, K experts of a token.
 """
 
@@ -19,7 +19,7 @@ from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, ScaleBiasForward
 
 from torchtitan_rl import adapters
 
-__all__ = ["Experts", "BiasedExperts", "Gate", "Router", "ExpertLayer"]
+__all__ = ["Experts", "BiasedExperts", "Gate", "ExpertRouter", "ExpertLayer"]
 
 adapters.adapt_torchtitan()
 
@@ -89,7 +89,7 @@ class Gate(Linear):
         return F.linear(input.float(), self.weight.float(), None if self.bias is None else self.bias.float())
 
 
-class Router(TokenChoiceTopKRouter):
+class ExpertRouter(TokenChoiceTopKRouter):
     """torchtitan's router, which can be asked to send the tokens of its next forwards to experts chosen elsewhere.
 
     The chosen experts are weighted by this router's own scores of them, so that gradients reach the router: with

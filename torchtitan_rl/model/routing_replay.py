@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.tensor import DTensor
 
-from torchtitan_rl.model.experts import Router
+from torchtitan_rl.model.experts import ExpertRouter
 from torchtitan_rl.types import Routing
 
 __all__ = ["agreement", "expect"]
@@ -56,7 +56,7 @@ def _mean_of_layers(agrees_BL: list[torch.Tensor]) -> torch.Tensor:
     return DTensor.from_local(shares_BL, first.device_mesh, first.placements, run_check=False).full_tensor()
 
 
-def _routers(model) -> list[Router]:
+def _routers(model) -> list[ExpertRouter]:
     """The routers that can take experts, in order of layers."""
     mixtures = (getattr(layer, "moe", None) for layer in model.layers.values())
-    return [moe.router for moe in mixtures if moe is not None and isinstance(moe.router, Router)]
+    return [moe.router for moe in mixtures if moe is not None and isinstance(moe.router, ExpertRouter)]

@@ -27,7 +27,7 @@ from torchtitan_rl.config.model import ModelConfig  # noqa: E402
 from torchtitan_rl.families.blocks import NORMAL  # noqa: E402
 from torchtitan_rl.families.qwen3 import flavor_spec  # noqa: E402
 from torchtitan_rl.model.attention import PackedSDPA  # noqa: E402
-from torchtitan_rl.model.experts import BiasedExperts, ExpertLayer, Experts, Gate, Router  # noqa: E402
+from torchtitan_rl.model.experts import BiasedExperts, ExpertLayer, ExpertRouter, Experts, Gate  # noqa: E402
 from torchtitan_rl.model.files import read_shape  # noqa: E402
 from torchtitan_rl.model.logprob_head import LogprobHead  # noqa: E402
 from torchtitan_rl.model.value_head import ValueHead  # noqa: E402
@@ -43,7 +43,7 @@ def build_spec(config: ModelConfig) -> ModelSpec:
         if layer.moe is not None:
             moe = layer.moe = _recast(layer.moe, ExpertLayer.Config)
             if type(moe.router) is TokenChoiceTopKRouter.Config:  # a family's own router stays
-                moe.router = _recast(moe.router, Router.Config)
+                moe.router = _recast(moe.router, ExpertRouter.Config)
             moe.router.gate = _recast(moe.router.gate, Gate.Config)
             experts = moe.routed_experts.inner_experts
             biased = isinstance(experts, GptOssGroupedExperts.Config)

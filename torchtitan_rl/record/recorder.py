@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DrawEvents",
-    "Evaluated",
+    "EvaluatedAttempts",
     "Event",
     "EventListener",
     "GeneratorStarted",
@@ -71,7 +71,7 @@ class Listener:
     def rollouts(self, event: RolloutsEnded) -> None:
         """The rollouts of a batch are judged, and the batch has trained."""
 
-    def evaluated(self, event: Evaluated) -> None:
+    def evaluated(self, event: EvaluatedAttempts) -> None:
         """An evaluation has completions to keep."""
 
     def draws(self, event: DrawEvents) -> None:
@@ -123,7 +123,7 @@ class EventListener(Listener):
     def rollouts(self, event: RolloutsEnded) -> None:
         self.event(event)
 
-    def evaluated(self, event: Evaluated) -> None:
+    def evaluated(self, event: EvaluatedAttempts) -> None:
         self.event(event)
 
     def draws(self, event: DrawEvents) -> None:
@@ -183,7 +183,7 @@ class RolloutsEnded:
 
 
 @dataclass(kw_only=True, slots=True)
-class Evaluated:
+class EvaluatedAttempts:
     """Records of an evaluation's attempts, for the table `evaluations`."""
 
     step: int

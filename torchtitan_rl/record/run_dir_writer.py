@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import datetime
 
-from torchtitan_rl.record.recorder import DrawEvents, Evaluated, Listener, Metrics, Published, RolloutsEnded, TrainedOn
+from torchtitan_rl.record.recorder import (
+    DrawEvents,
+    EvaluatedAttempts,
+    Listener,
+    Metrics,
+    Published,
+    RolloutsEnded,
+    TrainedOn,
+)
 from torchtitan_rl.record.records import Trained, rollout_records
 from torchtitan_rl.record.run_dir import RunDir
 
@@ -26,7 +34,7 @@ class RunDirWriter(Listener):
     def draws(self, event: DrawEvents) -> None:
         self._run_dir.record("ledger", event.step, event.records)
 
-    def evaluated(self, event: Evaluated) -> None:
+    def evaluated(self, event: EvaluatedAttempts) -> None:
         self._run_dir.record("evaluations", event.step, event.records)
 
     def published(self, event: Published) -> None:

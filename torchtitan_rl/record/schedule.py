@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ENVIRONMENT",
     "Companion",
-    "Entry",
+    "ScheduleEntry",
     "ScheduleFile",
     "Schedules",
     "UnderWay",
@@ -71,7 +71,7 @@ _ENGINE_FILE = re.compile(r"(?P<role>generator-\d+)-(?P<number>\d+)\.jsonl")
 
 
 @dataclass(kw_only=True, slots=True)
-class Entry:
+class ScheduleEntry:
     """A command that an engine executed: it admitted requests, or loaded a version."""
 
     iteration: int
@@ -201,8 +201,8 @@ class ScheduleFile:
         self._write({"iteration": iteration, "unfinished": unfinished} | load)
 
     def ended(self, number: int, num_tokens: int, num_cached: int) -> None:
-        """Notes the end of a request that was under way at a load, see `Entry.ended`: at once, for the record of an
-        engine that is killed."""
+        """Notes the end of a request that was under way at a load, see `ScheduleEntry.ended`: at once, for the record
+        of an engine that is killed."""
         os.write(self._file, json_line({"ended": [number, num_tokens, num_cached]}))
 
     def _write(self, line: dict[str, Any]) -> None:
@@ -257,7 +257,7 @@ def digests(tensors: Mapping[str, torch.Tensor]) -> str:
     return "".join(digest_of[memory(tensors[name])] for name in sorted(tensors))
 
 
-def followed_entries(file: Path, schedules: Schedules) -> list[Entry]:
+def followed_entries(file: Path, schedules: Schedules) -> list[ScheduleEntry]:
     """The commands of an engine that a replay follows."""
     entries = list(read_schedule(file))
     if schedules.after_load is not None:
@@ -265,10 +265,10 @@ def followed_entries(file: Path, schedules: Schedules) -> list[Entry]:
     return since(entries, schedules.after_request) if schedules.after_request else entries
 
 
-def since(entries: Iterable[Entry], num_requests: int) -> list[Entry]:
+def since(entries: Iterable[ScheduleEntry], num_requests: int) -> list[ScheduleEntry]:
     """The commands of an engine after the first `num_requests` requests of its sampling client, all of which had been
     answered, with the load of the version that it held then. The steps are counted from the load on."""
-    load, kept = None, list[Entry]()
+    load, kept = None, list[ScheduleEntry]()
     for entry in entries:
         later = [place for place, (number, _) in enumerate(entry.requests) if number > num_requests]
         if later:
@@ -285,7 +285,7 @@ def since(entries: Iterable[Entry], num_requests: int) -> list[Entry]:
     return followed if load is None else [replace(load, iteration=0, unfinished=0), *followed]
 
 
-def since_load(entries: Sequence[Entry], version: int) -> list[Entry]:
+def since_load(entries: Sequence[ScheduleEntry], version: int) -> list[ScheduleEntry]:
     """The commands of an engine from its load of a version on, with the steps counted from there. All of them, where
     the engine began later; none, where it had ended."""
     loads = [(number, entry.version) for number, entry in enumerate(entries) if entry.version is not None]
@@ -296,7 +296,7 @@ def since_load(entries: Sequence[Entry], version: int) -> list[Entry]:
     return [replace(entry, iteration=entry.iteration - first) for entry in entries[place:]]
 
 
-def company(entries: Sequence[Entry]) -> list[Companion]:
+def company(entries: Sequence[ScheduleEntry]) -> list[Companion]:
     """The requests that were under way at the load that the entries begin with: those in the rows of the batch first,
     in order. Raises ValueError for a request that nothing can take the place of, with what it is."""
     if not entries or not entries[0].under_way:
@@ -351,10 +351,10 @@ def _replica_index(role: str) -> int:
     return int(role.removeprefix("generator-"))
 
 
-def read_schedule(file: Path) -> Iterator[Entry]:
+def read_schedule(file: Path) -> Iterator[ScheduleEntry]:
     """The commands of an engine, in order; without a last line that a kill has cut off. Raises ValueError for a line
     that is damaged."""
-    entry: Entry | None = None
+    entry: ScheduleEntry | None = None
     for number, line in enumerate(file.read_text(encoding="utf-8").split("\n")[:-1], 1):
         try:
             fields = parsed(line)
@@ -362,7 +362,7 @@ def read_schedule(file: Path) -> Iterator[Entry]:
                 entry.ended.append(fields["ended"])
                 continue
             fields["requests"] = [(n, key) for n, key in fields.get("requests", ())]
-            following = Entry(**fields)
+            following = ScheduleEntry(**fields)
         except (ValueError, TypeError) as error:
             raise ValueError(
                 f"{file}, line {number}: is no command of an engine ({error}); put the file back as it was"

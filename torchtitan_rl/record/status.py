@@ -15,7 +15,7 @@ from typing import Any
 from torchtitan_rl.record.background import BackgroundListener
 from torchtitan_rl.record.recorder import (
     DrawEvents,
-    Evaluated,
+    EvaluatedAttempts,
     GeneratorStarted,
     Listener,
     Metrics,
@@ -69,7 +69,7 @@ class Status(Listener):
     def rollouts(self, event: RolloutsEnded) -> None:
         self._mark_changed()
 
-    def evaluated(self, event: Evaluated) -> None:
+    def evaluated(self, event: EvaluatedAttempts) -> None:
         self._mark_changed()
 
     def draws(self, event: DrawEvents) -> None:

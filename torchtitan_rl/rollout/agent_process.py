@@ -11,7 +11,7 @@ from typing import Any
 from torchtitan_rl.rollout.agent import AgentFailed, CommandLimits, Endpoint
 from torchtitan_rl.tasks.sandbox.config import SandboxConfig
 from torchtitan_rl.tasks.sandbox.plain import Plain, no_isolation
-from torchtitan_rl.tasks.sandbox.sandbox import Limits, Sandbox, SandboxError
+from torchtitan_rl.tasks.sandbox.sandbox import Sandbox, SandboxError, SandboxLimits
 
 __all__ = ["no_isolation", "open_sandbox", "run_command"]
 
@@ -35,7 +35,7 @@ async def open_sandbox(
         return
     isolated = limits.isolate != "off" and not await asyncio.to_thread(no_isolation)
     plain = Plain(
-        Limits(
+        SandboxLimits(
             memory_bytes=int(limits.memory_gib * 2**30),
             disk_bytes=int(limits.max_disk_mib * 2**20),
             output_bytes=int(limits.max_output_mib * 2**20),
@@ -68,7 +68,7 @@ async def run_command(
     return await _reward(sandbox)
 
 
-def _breach(limit: str, limits: Limits, timeout_s: float) -> str:
+def _breach(limit: str, limits: SandboxLimits, timeout_s: float) -> str:
     return {
         "time": f"was not done within {timeout_s:g} s",
         "output": f"wrote more than {limits.output_bytes} bytes of output; write less, or raise max_output_mib",

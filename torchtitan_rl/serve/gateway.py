@@ -32,7 +32,7 @@ from torchtitan_rl.serve.keys import check_key, is_loopback, key_of
 from torchtitan_rl.serve.limits import Rate, ServerLimits, read_body
 from torchtitan_rl.serve.listening import Listening
 from torchtitan_rl.serve.openai import responses
-from torchtitan_rl.serve.openai.message_spans import Spans
+from torchtitan_rl.serve.openai.message_spans import MessageSpans
 from torchtitan_rl.serve.openai.messages import stopped_by
 from torchtitan_rl.serve.openai.requests import ChatRequest, CompletionRequest, RewardRequest, Sampled, parse
 from torchtitan_rl.serve.openai.served import BASE, Served, not_served, unknown_model
@@ -80,7 +80,7 @@ class Gateway(AbstractAsyncContextManager):
             raise ValueError(f"host={host!r}: other machines reach it, and api_key is empty; give a key")
         self.context_tokens, self.vocab_size = context_tokens, vocab_size
         self.api_key, self.served, self.limits = api_key, served, limits or ServerLimits()
-        self.spans, self.renderings, self.sessions = Spans(), Renderings(), dict[str, Session]()
+        self.spans, self.renderings, self.sessions = MessageSpans(), Renderings(), dict[str, Session]()
         self._rate, self._places = Rate(self.limits.requests_per_s), self.limits.places()
         self._stored = dict[str, StoredResponses]()
         """By the session's identity; empty: of the clients without a session."""

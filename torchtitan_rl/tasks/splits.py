@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from torchtitan_rl.tasks.family import SPLITS, stable_hash
 
-__all__ = ["Overlap", "draw", "num_duplicates", "overlaps"]
+__all__ = ["SplitOverlap", "draw", "num_duplicates", "overlaps"]
 
 
 @dataclass(kw_only=True, slots=True)
-class Overlap:
+class SplitOverlap:
     """Rows of one split whose prompt a split held out from it has too."""
 
     split: str
@@ -47,7 +47,7 @@ def num_duplicates(keys: list[int]) -> int:
     return len(keys) - len(set(keys))
 
 
-def overlaps(keys: Mapping[str, list[int]]) -> list[Overlap]:
+def overlaps(keys: Mapping[str, list[int]]) -> list[SplitOverlap]:
     """The rows of each split whose prompt a later one of train, validation and test has too."""
     shared = []
     for number, split in enumerate(SPLITS):
@@ -55,5 +55,5 @@ def overlaps(keys: Mapping[str, list[int]]) -> list[Overlap]:
             later_keys = set(keys[held_out])
             positions = [position for position, key in enumerate(keys[split]) if key in later_keys]
             if positions:
-                shared.append(Overlap(split=split, held_out=held_out, positions=positions))
+                shared.append(SplitOverlap(split=split, held_out=held_out, positions=positions))
     return shared

@@ -14,11 +14,11 @@ from typing import Any
 from torchtitan_rl.config.config_difference import leaves
 from torchtitan_rl.health.run_reader import Run
 from torchtitan_rl.record.fork_point import fork_point
-from torchtitan_rl.tools.first_difference import Difference, first_difference
+from torchtitan_rl.tools.first_difference import BatchDifference, first_difference
 from torchtitan_rl.tools.pairing import PairedAccuracy, needed, paired_accuracies, run_pairs
 from torchtitan_rl.tools.selection import curves, labels, matching, opened
 
-__all__ = ["Comparison", "Group", "Row", "add_arguments", "compare", "run"]
+__all__ = ["Comparison", "Group", "MetricRow", "add_arguments", "compare", "run"]
 
 _LABELS = ("seed", "output_dir", "name")
 _RECORDING = "record."
@@ -47,7 +47,7 @@ class Group:
 
 
 @dataclass(kw_only=True, slots=True)
-class Row:
+class MetricRow:
     """One metric: its value in each run of each group."""
 
     name: str
@@ -79,7 +79,7 @@ class Paired:
     """Example: `B - A`."""
     names: list[tuple[str, str]]
     """The names of each pair's runs."""
-    parted: list[Difference | None]
+    parted: list[BatchDifference | None]
     """Where the runs of each pair part; None: nowhere."""
     accuracies: list[PairedAccuracy]
 
@@ -89,7 +89,7 @@ class Comparison:
     groups: list[Group]
     config: dict[str, list[Any]]
     """Dotted path -> value in each group, for fields that differ; None where a config lacks the field."""
-    rows: list[Row]
+    rows: list[MetricRow]
     paired: list[Paired] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -146,7 +146,7 @@ def compare(runs: Sequence[Run], metrics: Sequence[str] = ()) -> Comparison:
     if not names:
         raise ValueError("runs: they have no numbers to compare; let them make some steps")
     rows = [
-        Row(
+        MetricRow(
             name=name,
             values=[[run_finals[name] for run_finals in group_finals if name in run_finals] for group_finals in finals],
         )
@@ -303,14 +303,14 @@ def _seeds(group: Group) -> str:
     return ", ".join("?" if seed is None else str(seed) for seed in group.seeds)
 
 
-def _mean(row: Row, group: int) -> str:
+def _mean(row: MetricRow, group: int) -> str:
     mean, spread = row.mean(group), row.spread(group)
     if mean is None:
         return "-"
     return f"{mean:.4g}" if spread is None else f"{mean:.4g} +- {spread:.2g}"
 
 
-def _difference(row: Row, group: int) -> list[str]:
+def _difference(row: MetricRow, group: int) -> list[str]:
     first, second, error = row.mean(0), row.mean(group), row.standard_error(0, group)
     if first is None or second is None:
         return ["-", ""]

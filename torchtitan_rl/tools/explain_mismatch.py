@@ -28,7 +28,7 @@ from torchtitan_rl.launch.local import LocalLauncher
 from torchtitan_rl.launch.stack import start_stack
 from torchtitan_rl.mismatch import gap
 from torchtitan_rl.mismatch.causes import Cause
-from torchtitan_rl.mismatch.gap import Limits, Parts, Sample
+from torchtitan_rl.mismatch.gap import GapParts, RoundingLimits, Sample
 from torchtitan_rl.mismatch.scores import Rescorer
 from torchtitan_rl.mismatch.search import CauseSearch, Predictions
 from torchtitan_rl.model.files import assets_dir, load_tokenizer, pad_token_id, write_model_dir
@@ -51,8 +51,8 @@ class Explanation:
     step: int
     """The batch is that of the line of metrics with this step."""
     samples: list[Sample]
-    parts: Parts
-    limits: Limits
+    parts: GapParts
+    limits: RoundingLimits
     versions: dict[int, str]
     """Each version that the tokens name -> its checkpoint, or why there are no scores under it."""
     causes: list[Cause] = field(default_factory=list)

@@ -12,7 +12,7 @@ from torchtitan_rl.health.run_reader import Run
 from torchtitan_rl.metrics import PHASES, repeatable
 from torchtitan_rl.record.attempts import read_rollouts
 
-__all__ = ["Difference", "first_difference"]
+__all__ = ["BatchDifference", "first_difference"]
 
 _FIRST = ("optim/grad_norm", "loss/mean", "reward/mean")
 """Numbers that a summary shows before others."""
@@ -20,7 +20,7 @@ _ORDER = (*PHASES, "evaluation")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Difference:
+class BatchDifference:
     """The first batch in which two runs differ."""
 
     phase: str
@@ -43,7 +43,7 @@ class Difference:
         return f"{phase}step {self.step}: {', '.join(parts)}"
 
 
-def first_difference(first: Run, second: Run) -> Difference | None:
+def first_difference(first: Run, second: Run) -> BatchDifference | None:
     """The first step at which numbers or sampled tokens of two runs differ; None: as far as both have come, nothing
     does. Evaluations come after the training of their step, steps of the phases in their order."""
     numbers = _first_other_numbers(first, second)
@@ -53,17 +53,17 @@ def first_difference(first: Run, second: Run) -> Difference | None:
     step, rollout, token = tokens
     same_step = numbers is not None and (numbers.phase, numbers.step) == ("reinforcement", step)
     differing = numbers.numbers if numbers is not None and same_step else {}
-    return Difference(phase="reinforcement", step=step, numbers=differing, rollout=rollout, token=token)
+    return BatchDifference(phase="reinforcement", step=step, numbers=differing, rollout=rollout, token=token)
 
 
-def _place(difference: Difference) -> tuple[str, int]:
+def _place(difference: BatchDifference) -> tuple[str, int]:
     """Sorts before ("reinforcement", step) what comes earlier in a run."""
     if difference.phase == "evaluation":
         return "reinforcement", difference.step
     return ("" if difference.phase != "reinforcement" else "reinforcement"), difference.step
 
 
-def _first_other_numbers(first: Run, second: Run) -> Difference | None:
+def _first_other_numbers(first: Run, second: Run) -> BatchDifference | None:
     lines, other_lines = _by_place(first), _by_place(second)
     for key, line in lines.items():
         if (other := other_lines.get(key)) is None:
@@ -72,7 +72,7 @@ def _first_other_numbers(first: Run, second: Run) -> Difference | None:
         if numbers != other_numbers:
             names = [name for name in numbers.keys() | other_numbers.keys() if line.get(name) != other.get(name)]
             differing = {name: (line.get(name), other.get(name)) for name in names}
-            return Difference(phase=key[0], step=key[1], numbers=differing)
+            return BatchDifference(phase=key[0], step=key[1], numbers=differing)
     return None
 
 

@@ -12,9 +12,9 @@ from typing import Any
 from torchtitan_rl.record.attempts import read_rollouts, read_versions
 from torchtitan_rl.record.json_lines import encode
 from torchtitan_rl.record.run_dir import RunDir
-from torchtitan_rl.record.schedule import Entry, engine_files, read_schedule, schedule_of
+from torchtitan_rl.record.schedule import ScheduleEntry, engine_files, read_schedule, schedule_of
 
-__all__ = ["Difference", "compared", "first_difference"]
+__all__ = ["ReplayDifference", "compared", "first_difference"]
 
 _OF_TIME = ("time/", "perf/", "generator/", "trainer/", "batches/", "memory/")
 """Metrics that time decides."""
@@ -26,7 +26,7 @@ _OF_SEQUENCE = ("tokens", "advantages", "token_weights", "old_logprobs", "policy
 
 
 @dataclass(kw_only=True, slots=True)
-class Difference:
+class ReplayDifference:
     """The first thing that is not as it was."""
 
     step: int
@@ -40,7 +40,7 @@ class Difference:
         return f"step {self.step}, {self.place}: was {self.recorded!r}, is {self.replayed!r}"
 
 
-def first_difference(run: RunDir, attempt: int, replay: RunDir, *, first: int, last: int) -> Difference | None:
+def first_difference(run: RunDir, attempt: int, replay: RunDir, *, first: int, last: int) -> ReplayDifference | None:
     """The first difference between an attempt at a run and its replay, which trained the steps after `first` up to
     `last`; None: there is none. Compared are every token, log-probability, version, reward and advantage, the columns
     of metrics that time does not decide, and the bytes of every published tensor."""
@@ -86,10 +86,10 @@ def _metrics(run: RunDir, first: int, last: int) -> Iterator[dict[str, Any]]:
             yield line
 
 
-def _of_rollouts(step: int, recorded: list[dict], replayed: list[dict]) -> Iterator[Difference]:
+def _of_rollouts(step: int, recorded: list[dict], replayed: list[dict]) -> Iterator[ReplayDifference]:
     """In the order of causes: what was sampled in the whole batch, then rewards, then what was computed of them."""
     if len(recorded) != len(replayed):
-        yield Difference(step=step, place="number of rollouts", recorded=len(recorded), replayed=len(replayed))
+        yield ReplayDifference(step=step, place="number of rollouts", recorded=len(recorded), replayed=len(replayed))
     pairs = list(zip(recorded, replayed))
     for before, now in pairs:
         yield from _of_turns(step, before, now)
@@ -98,7 +98,7 @@ def _of_rollouts(step: int, recorded: list[dict], replayed: list[dict]) -> Itera
             for column in columns:
                 if _differ(before[column], now[column]):
                     place = f"rollout {before['rollout_id']}, {column}"
-                    yield Difference(step=step, place=place, recorded=before[column], replayed=now[column])
+                    yield ReplayDifference(step=step, place=place, recorded=before[column], replayed=now[column])
     for before, now in pairs:
         for number, (was, is_now) in enumerate(zip(before["sequences"] or (), now["sequences"] or ())):
             place = f"rollout {before['rollout_id']}, training sequence {number}"
@@ -106,20 +106,24 @@ def _of_rollouts(step: int, recorded: list[dict], replayed: list[dict]) -> Itera
                 yield from _of_lists(step, place, column, was[column], is_now[column])
 
 
-def _of_turns(step: int, before: dict, now: dict) -> Iterator[Difference]:
+def _of_turns(step: int, before: dict, now: dict) -> Iterator[ReplayDifference]:
     name, turns = f"rollout {before['rollout_id']}", (before["turns"] or [], now["turns"] or [])
     for turn, (was, is_now) in enumerate(zip(*turns)):
         for column in _PER_TOKEN:
             yield from _of_lists(step, f"{name}, turn {turn}", column, was[column], is_now[column])
     if len(turns[0]) != len(turns[1]):
         counts = map(len, turns)
-        yield Difference(step=step, place=f"{name}, number of turns", recorded=next(counts), replayed=next(counts))
+        yield ReplayDifference(
+            step=step, place=f"{name}, number of turns", recorded=next(counts), replayed=next(counts)
+        )
 
 
-def _of_lists(step: int, place: str, column: str, recorded: list | None, replayed: list | None) -> Iterator[Difference]:
+def _of_lists(
+    step: int, place: str, column: str, recorded: list | None, replayed: list | None
+) -> Iterator[ReplayDifference]:
     for token, (was, is_now) in enumerate(zip_longest(recorded or (), replayed or ())):
         if _differ(was, is_now):
-            yield Difference(step=step, place=f"{place}, token {token}, {column}", recorded=was, replayed=is_now)
+            yield ReplayDifference(step=step, place=f"{place}, token {token}, {column}", recorded=was, replayed=is_now)
 
 
 def _differ(recorded: Any, replayed: Any) -> bool:
@@ -127,7 +131,7 @@ def _differ(recorded: Any, replayed: Any) -> bool:
     return recorded != replayed and encode(recorded) != encode(replayed)
 
 
-def _of_metrics(step: int, recorded: list[dict], replayed: list[dict]) -> Iterator[Difference]:
+def _of_metrics(step: int, recorded: list[dict], replayed: list[dict]) -> Iterator[ReplayDifference]:
     before, now = ({_name_of_line(line): line for line in lines} for lines in (recorded, replayed))
     if not now and "metrics" not in before:  # an evaluation beside the checkpoint that the replay began from
         return
@@ -139,7 +143,7 @@ def _of_metrics(step: int, recorded: list[dict], replayed: list[dict]) -> Iterat
                 and not column.endswith(_TIME_ENDS)
                 and _differ(value, other.get(column))
             ):
-                yield Difference(step=step, place=f"{name}, {column}", recorded=value, replayed=other.get(column))
+                yield ReplayDifference(step=step, place=f"{name}, {column}", recorded=value, replayed=other.get(column))
 
 
 def _name_of_line(line: dict[str, Any]) -> str:
@@ -163,18 +167,18 @@ def _weights(run: RunDir, attempt: int) -> dict[int, list[tuple[int, str, list[s
     return by_step
 
 
-def _loads(file) -> Iterator[Entry]:
+def _loads(file) -> Iterator[ScheduleEntry]:
     return (entry for entry in read_schedule(file) if entry.version is not None)
 
 
-def _of_weights(step: int, recorded: list, replayed: list) -> Iterator[Difference]:
+def _of_weights(step: int, recorded: list, replayed: list) -> Iterator[ReplayDifference]:
     now = {version: digests for version, digests, _ in replayed}
     for version, digests, names in recorded:
         was, is_now = _tensors(digests), _tensors(now.get(version, ""))
         for i, (before, after) in enumerate(zip(was, is_now)):
             if before != after:
                 place = f"weights of version {version}, {names[i] if names else f'tensor {i}'}"
-                yield Difference(step=step, place=place, recorded=before, replayed=after)
+                yield ReplayDifference(step=step, place=place, recorded=before, replayed=after)
 
 
 def _tensors(digests: str) -> list[str]:

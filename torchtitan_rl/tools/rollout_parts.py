@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from torchtitan_rl.record.json_lines import parsed
 
-__all__ = ["COLUMNS", "EVALUATION_COLUMNS", "SCAN", "Parts", "literal"]
+__all__ = ["COLUMNS", "EVALUATION_COLUMNS", "SCAN", "RolloutParts", "literal"]
 
 SCAN = "read_parquet(?, filename=true, file_row_number=true, union_by_name=true, hive_partitioning=false)"
 """Parquet files as rows, each with its file and its number there; directories named `a=b` are no columns."""
@@ -59,7 +59,7 @@ _BEFORE_TURNS = {"step", "attempt", "rollout_id", "group_id", "task_id", "text",
 _LINES_AT_ONCE = 500
 
 
-class Parts:
+class RolloutParts:
     """Reads new records of `directory`, a table of a run, into two tables of a DuckDB connection.
 
     `records` has `columns`, and where a record lies: `part`, `line`, and for JSON lines `start` and `size` in bytes.

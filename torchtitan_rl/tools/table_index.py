@@ -13,7 +13,7 @@ import duckdb
 from torchtitan_rl.record import attempts
 from torchtitan_rl.record.json_lines import parsed
 from torchtitan_rl.record.run_dir import RunDir
-from torchtitan_rl.tools.rollout_parts import SCAN, Parts, literal
+from torchtitan_rl.tools.rollout_parts import SCAN, RolloutParts, literal
 
 __all__ = ["Page", "TableIndex", "restrictions"]
 
@@ -55,7 +55,7 @@ class TableIndex:
         self._run_dir, self._noun, self._lock = run_dir, noun, threading.Lock()
         settings: dict[str, Any] = {"memory_limit": _MEMORY, "threads": _THREADS, "autoinstall_known_extensions": False}
         self._connection = duckdb.connect(":memory:", config=settings | {"autoload_known_extensions": False})
-        self._parts = Parts(run_dir.path / table, self._connection, columns)
+        self._parts = RolloutParts(run_dir.path / table, self._connection, columns)
 
     @contextmanager
     def current(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torchtitan_rl import html
 from torchtitan_rl.algorithm.grouping import fill_rewards
 from torchtitan_rl.config.run import ControllerConfig, EvalSetConfig, RunConfig, Split
-from torchtitan_rl.record.recorder import Evaluated, Metrics, Recorder
+from torchtitan_rl.record.recorder import EvaluatedAttempts, Metrics, Recorder
 from torchtitan_rl.record.records import evaluation_record
 from torchtitan_rl.record.tracing import running
 from torchtitan_rl.rollout.failures import Failures
@@ -318,7 +318,7 @@ class Evaluations:
                 tasks_recorded=self.config.record.eval_completions,
             )
         if result.completions:
-            self.recorder.record(Evaluated(step=step, records=result.completions))
+            self.recorder.record(EvaluatedAttempts(step=step, records=result.completions))
         line = {"step": step, "phase": "evaluation", **result.metrics(), "time/step_s": span.seconds}
         self.recorder.record(Metrics(line=line, text=f"step {step}: {shown}{result.summary()}"))
         return result

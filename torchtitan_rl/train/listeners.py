@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.health.watch import Watch
+from torchtitan_rl.health.watch import HealthWatch
 from torchtitan_rl.record.background import BackgroundListener
 from torchtitan_rl.record.console.display import Display
 from torchtitan_rl.record.console.json_progress import JsonProgress
@@ -39,7 +39,9 @@ def recorder_of(
         status.append(watched(run_dir, [f"generator-{i}" for i in range(config.generator.num_replicas)]))
     if record.diagnose and not debugger:
         listeners.append(
-            BackgroundListener(Watch(run_dir, record.thresholds), name="diagnose", events=Watch.EVENTS, beat_s=1.0)
+            BackgroundListener(
+                HealthWatch(run_dir, record.thresholds), name="diagnose", events=HealthWatch.EVENTS, beat_s=1.0
+            )
         )
     if progress is not None:
         listeners.append(Display(progress))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from torchtitan_rl.weights.layout import Entry
+from torchtitan_rl.weights.layout import TensorEntry
 
 __all__ = ["explain_difference"]
 
 
-def explain_difference(published: dict[str, Entry], loaded: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> str:
+def explain_difference(
+    published: dict[str, TensorEntry], loaded: dict[str, tuple[tuple[int, ...], torch.dtype]]
+) -> str:
     """The differences between a manifest's entries and the tensors a model holds (name -> shape, dtype); empty if
     none."""
     problems = [f"{name} is published but not held" for name in published.keys() - loaded.keys()]

@@ -23,7 +23,7 @@ from torchtitan_rl.model.generator_cut import RankPart
 __all__ = [
     "ALIGNMENT",
     "Block",
-    "Entry",
+    "TensorEntry",
     "Manifest",
     "SharedBuffers",
     "plan",
@@ -37,7 +37,7 @@ ALIGNMENT = 64  # bytes; an aligned tensor can be viewed in place
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """One tensor in the buffer."""
 
     shape: tuple[int, ...]
@@ -72,7 +72,7 @@ class Manifest:
 
     version: int | str
     """A policy version; for weights that one trainer role sends to another, a name."""
-    entries: dict[str, Entry]
+    entries: dict[str, TensorEntry]
     nbytes: int
     blocks: list[Block] = field(default_factory=list)
     """All of the tensors' bytes; empty: there are no checksums."""
@@ -91,7 +91,7 @@ def plan(
     are sent in `dtype` (None: their own), buffers in their own."""
     entries, offset = {}, 0
     for name, shape, own_dtype, is_parameter in tensors:
-        entry = Entry(tuple(shape), dtype if is_parameter and dtype is not None else own_dtype, offset)
+        entry = TensorEntry(tuple(shape), dtype if is_parameter and dtype is not None else own_dtype, offset)
         entries[name] = entry
         offset += -(-entry.nbytes // ALIGNMENT) * ALIGNMENT
     return Manifest(version=version, entries=entries, nbytes=offset)

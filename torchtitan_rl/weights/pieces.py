@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from torchtitan_rl.model.generator_cut import cut_dim, num_cuts
-from torchtitan_rl.weights.layout import Entry
+from torchtitan_rl.weights.layout import TensorEntry
 
 __all__ = [
     "MAX_PIECE_BYTES",
@@ -87,7 +87,7 @@ class PieceManifest:
     """Everything about a version that is published in pieces, except the bytes of the weights."""
 
     version: int | str
-    entries: dict[str, Entry]
+    entries: dict[str, TensorEntry]
     """Shape and dtype of every whole tensor, by torchtitan's name; offsets are unused."""
     aliases: dict[str, str]
     """Names of tensors that are other tensors' memory, such as a tied head: name -> the name that has pieces."""
@@ -98,7 +98,7 @@ class PieceManifest:
     """Empty: the bytes are not all in one place."""
     host: str = ""
 
-    def stored(self) -> dict[str, Entry]:
+    def stored(self) -> dict[str, TensorEntry]:
         """The entries by the names that pieces have."""
         return {self.aliases.get(name, name): entry for name, entry in self.entries.items()}
 

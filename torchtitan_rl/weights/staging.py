@@ -12,7 +12,7 @@ import torch
 
 from torchtitan_rl import platform
 from torchtitan_rl.model.generator_cut import cut_dim
-from torchtitan_rl.weights.layout import ALIGNMENT, Entry, Manifest, host_name, open_shared
+from torchtitan_rl.weights.layout import ALIGNMENT, Manifest, TensorEntry, host_name, open_shared
 from torchtitan_rl.weights.pieces import Box, PieceManifest
 
 __all__ = ["Staging", "part_box", "plan_part", "opened"]
@@ -31,7 +31,7 @@ def part_box(name: str, shape: tuple[int, ...], rank: int, size: int) -> Box:
 
 def plan_part(manifest: PieceManifest, rank: int, size: int) -> Manifest:
     """Lays out what a rank fetches, one tensor after another; names of one tensor share its memory."""
-    entries: dict[str, Entry] = {}
+    entries: dict[str, TensorEntry] = {}
     offsets: dict[str, int] = {}
     end = 0
     for name, entry in manifest.entries.items():
@@ -41,7 +41,7 @@ def plan_part(manifest: PieceManifest, rank: int, size: int) -> Manifest:
             offsets[stored] = end
             end += -(-part.numel * entry.dtype.itemsize // ALIGNMENT) * ALIGNMENT
         part_shape = None if size == 1 else part.shape
-        entries[name] = Entry(entry.shape, entry.dtype, offsets[stored], part_shape)
+        entries[name] = TensorEntry(entry.shape, entry.dtype, offsets[stored], part_shape)
     return Manifest(version=manifest.version, entries=entries, nbytes=end)
 
 

@@ -13,7 +13,7 @@ from torchtitan.models.common.attention import FusedQKVLinear
 from torchtitan_rl.model.lora import base_state
 from torchtitan_rl.model.module_state import fused_state
 from torchtitan_rl.model.sharding import plain_name
-from torchtitan_rl.weights.layout import Entry
+from torchtitan_rl.weights.layout import TensorEntry
 from torchtitan_rl.weights.pieces import Box, HeadRows, Piece, cut
 
 __all__ = ["LocalShard", "aliases_of", "box_of", "local_shards", "pieces_of", "entries_of"]
@@ -84,9 +84,9 @@ def pieces_of(name: str, shard: LocalShard, dtype: torch.dtype, n_kv_heads: int)
             yield Box(tuple(offsets), box.shape), Piece(part, box, 0, box.numel * dtype.itemsize)
 
 
-def entries_of(name: str, shard: LocalShard, dtype: torch.dtype) -> dict[str, Entry]:
+def entries_of(name: str, shard: LocalShard, dtype: torch.dtype) -> dict[str, TensorEntry]:
     """Manifest entries of the whole tensors that a shard is part of, by torchtitan's names: three of a fused weight."""
-    return {part: Entry(shape, dtype, 0) for part, shape in _parts(name, shard)}
+    return {part: TensorEntry(shape, dtype, 0) for part, shape in _parts(name, shard)}
 
 
 def _parts(name: str, shard: LocalShard) -> list[tuple[str, tuple[int, ...]]]:

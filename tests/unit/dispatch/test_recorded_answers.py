@@ -1,7 +1,7 @@
 """What a replay takes from the record, and what its engines sample again."""
 
 from torchtitan_rl.dispatch.recorded_answers import RecordedAnswers
-from torchtitan_rl.record.schedule import Entry, request_key
+from torchtitan_rl.record.schedule import ScheduleEntry, request_key
 from torchtitan_rl.types import Request, SamplingParams
 
 
@@ -22,12 +22,14 @@ def turn(seed, token, num_prompt_tokens=2):
 
 def admitted(*requests):
     keys = [(number, request_key(each)) for number, each in enumerate(requests, 1)]
-    return Entry(iteration=0, unfinished=0, requests=keys)
+    return ScheduleEntry(iteration=0, unfinished=0, requests=keys)
 
 
 def test_a_request_that_the_schedule_has_is_sampled_again_and_the_turn_before_it_is_not():
     rollouts = [{"turns": [turn(7, 21), turn(8, 22, 5)]}, {"turns": [turn(9, 23)]}]
-    answers = RecordedAnswers([[admitted(request(8, 5))], [Entry(iteration=0, unfinished=0, version=4)]], rollouts)
+    answers = RecordedAnswers(
+        [[admitted(request(8, 5))], [ScheduleEntry(iteration=0, unfinished=0, version=4)]], rollouts
+    )
     first = answers.take(request(7))
     assert (first.tokens, first.logprobs, first.policy_versions, first.finish_reason) == ([21], [-0.5], [3], "stop")
     assert answers.take(request(8, 5)) is None

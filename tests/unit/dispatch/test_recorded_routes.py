@@ -1,7 +1,7 @@
 """A replay sends each request to the engines that it was in."""
 
 from torchtitan_rl.dispatch.recorded_routes import RecordedRoutes
-from torchtitan_rl.record.schedule import Entry, request_key
+from torchtitan_rl.record.schedule import ScheduleEntry, request_key
 from torchtitan_rl.types import Request, SamplingParams
 
 
@@ -11,7 +11,7 @@ def request(seed):
 
 def entry(at, *numbers_and_seeds):
     requests = [(number, request_key(request(seed))) for number, seed in numbers_and_seeds]
-    return Entry(iteration=0, unfinished=0, at=at, requests=requests)
+    return ScheduleEntry(iteration=0, unfinished=0, at=at, requests=requests)
 
 
 def test_a_request_goes_where_it_was_and_last_to_the_engine_that_came_last():

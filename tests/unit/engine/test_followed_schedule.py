@@ -6,7 +6,7 @@ import pytest
 
 from torchtitan_rl.engine.command import Command
 from torchtitan_rl.engine.followed_schedule import FollowedSchedule
-from torchtitan_rl.record.schedule import Companion, Entry, request_key
+from torchtitan_rl.record.schedule import Companion, ScheduleEntry, request_key
 from torchtitan_rl.types import Request, SamplingParams
 
 STEP = (Command(), [])
@@ -18,7 +18,7 @@ def request(seed):
 
 def entry(iteration, unfinished, *seeds, version=None):
     requests = [(seed, request_key(request(seed))) for seed in seeds]
-    return Entry(iteration=iteration, unfinished=unfinished, requests=requests, version=version)
+    return ScheduleEntry(iteration=iteration, unfinished=unfinished, requests=requests, version=version)
 
 
 def add(*seeds):

@@ -10,7 +10,7 @@ import pytest
 
 from torchtitan_rl.cli import main
 from torchtitan_rl.health.diagnosis import diagnose, examine
-from torchtitan_rl.health.facts import Facts
+from torchtitan_rl.health.facts import RunFacts
 from torchtitan_rl.health.newest import newest_rollouts
 from torchtitan_rl.health.rules.table import RULES
 from torchtitan_rl.health.run_reader import Run
@@ -195,15 +195,15 @@ def test_records_that_a_rule_cannot_read_are_named(run_dir, capsys):
 def test_a_run_that_holds_its_lock_is_running(run_dir):
     lock = run_dir.path / "run.lock"
     lock.write_text(f"pid {os.getpid()} on {socket.gethostname()}")
-    assert Facts.of(Run(run_dir)).whereabouts.state == "gone"  # the process is there, the run is not
+    assert RunFacts.of(Run(run_dir)).whereabouts.state == "gone"  # the process is there, the run is not
     with open(lock, "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        facts = Facts.of(Run(run_dir))
+        facts = RunFacts.of(Run(run_dir))
         assert (facts.whereabouts.state, facts.whereabouts.pid) == ("running", os.getpid())
         late = facts.whereabouts.written + 100
         assert [finding.rule for finding in examine(Run(run_dir), now=late).findings] == ["stall"]
     lock.write_text("pid 1 on another-host")
-    assert Facts.of(Run(run_dir)).whereabouts.state == "elsewhere"
+    assert RunFacts.of(Run(run_dir)).whereabouts.state == "elsewhere"
 
 
 def test_the_newest_rollouts_of_either_form(run_dir):

@@ -9,7 +9,7 @@ import pytest
 
 from torchtitan_rl.config.load import load_config
 from torchtitan_rl.config.resolve import resolved
-from torchtitan_rl.health.facts import Facts
+from torchtitan_rl.health.facts import RunFacts
 from torchtitan_rl.health.rules.table import RULES, check_thresholds, look
 from torchtitan_rl.health.siblings import compares_siblings, recorded_compares_siblings
 from torchtitan_rl.health.whereabouts import Whereabouts
@@ -40,7 +40,7 @@ def evaluated(step, accuracy, around=0.04, name="sort", split="validation"):
 
 
 def found(lines=(), settings=None, rollouts=(), samples=(), thresholds=None, **facts):
-    facts = Facts(
+    facts = RunFacts(
         lines=lines, settings=settings, rollouts=lambda: list(rollouts), samples=lambda: list(samples), **facts
     )
     findings = look(facts, thresholds or {})

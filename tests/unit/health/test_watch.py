@@ -11,7 +11,7 @@ import pytest
 from tests.kit.clock import Clock
 from torchtitan_rl.dispatch.router import Router
 from torchtitan_rl.health.samples import Samples
-from torchtitan_rl.health.watch import Watch
+from torchtitan_rl.health.watch import HealthWatch
 from torchtitan_rl.record.recorder import GeneratorStarted, Metrics, RolloutsEnded
 from torchtitan_rl.record.run_dir import RunDir
 
@@ -33,7 +33,7 @@ def trained(watch, *fractions, phase="reinforcement", **more):
 
 
 def test_what_is_found_is_said_once(run_dir, caplog):
-    watch = Watch(run_dir, {}, pace_s=0)
+    watch = HealthWatch(run_dir, {}, pace_s=0)
     with caplog.at_level(logging.WARNING):
         trained(watch, *[0.95] * 9, 0.5, *[0.95] * 9)
         assert caplog.messages == []
@@ -44,13 +44,13 @@ def test_what_is_found_is_said_once(run_dir, caplog):
 
 
 def test_thresholds_of_the_config_hold(run_dir, caplog):
-    trained(Watch(run_dir, {"no_signal": 0.97}, pace_s=0), *[0.95] * 30)
-    trained(Watch(run_dir, {"truncation": 0.1}, pace_s=0), *[0.1] * 30, **{"completion/truncated_frac": 0.2})
+    trained(HealthWatch(run_dir, {"no_signal": 0.97}, pace_s=0), *[0.95] * 30)
+    trained(HealthWatch(run_dir, {"truncation": 0.1}, pace_s=0), *[0.1] * 30, **{"completion/truncated_frac": 0.2})
     assert [record.who for record in caplog.records] == ["truncation"]
 
 
 def test_answers_are_looked_at(run_dir, caplog):
-    watch = Watch(run_dir, {}, pace_s=0)
+    watch = HealthWatch(run_dir, {}, pace_s=0)
     groups = [
         SimpleNamespace(
             id=f"{i}/0",
@@ -64,7 +64,7 @@ def test_answers_are_looked_at(run_dir, caplog):
 
 
 def test_between_two_looks_some_time_passes_and_the_end_is_looked_at(run_dir, caplog):
-    watch = Watch(run_dir, {}, pace_s=3600)
+    watch = HealthWatch(run_dir, {}, pace_s=3600)
     trained(watch, *[0.95] * 30)
     assert caplog.messages == []
     watch.close()
@@ -72,7 +72,7 @@ def test_between_two_looks_some_time_passes_and_the_end_is_looked_at(run_dir, ca
 
 
 def test_a_long_run_takes_no_more_time_or_memory(run_dir):
-    watch = Watch(run_dir, {}, pace_s=0)
+    watch = HealthWatch(run_dir, {}, pace_s=0)
     trained(watch, *[0.1] * 500)
     assert (
         len(watch._first) + len(watch._last) == 80 and watch._first[0]["step"] == 1 and watch._last[-1]["step"] == 500
@@ -82,7 +82,7 @@ def test_a_long_run_takes_no_more_time_or_memory(run_dir):
 def test_a_resumed_run_remembers_how_it_began(run_dir, caplog):
     for step in range(1, 11):
         run_dir.log_metrics({"step": step, "phase": "reinforcement", "policy/entropy": 1.0, "reward/mean": 0.2})
-    watch = Watch(run_dir, {}, pace_s=0)
+    watch = HealthWatch(run_dir, {}, pace_s=0)
     trained(watch, *[0.1] * 10, **{"policy/entropy": 0.01})
     assert [record.who for record in caplog.records] == ["entropy_collapse"]
 
@@ -91,7 +91,7 @@ def test_first_steps_after_a_resume_may_be_slow(run_dir, caplog):
     for step in range(1, 11):
         run_dir.log_metrics({"step": step, "phase": "reinforcement", "time/step_s": 0.3})
     run_dir.record("attempts", 10, [{"phase": "reinforcement"}])
-    watch = Watch(run_dir, {}, pace_s=0)
+    watch = HealthWatch(run_dir, {}, pace_s=0)
     for step in range(11, 20):
         line = {"step": step, "phase": "reinforcement", "time/step_s": 8.0 if step == 11 else 0.3}
         watch.metrics(Metrics(line=line))
@@ -100,7 +100,7 @@ def test_first_steps_after_a_resume_may_be_slow(run_dir, caplog):
 
 
 def test_a_quarter_of_a_long_run_is_a_quarter_of_all_its_batches(run_dir, caplog):
-    watch = Watch(run_dir, {}, pace_s=0)
+    watch = HealthWatch(run_dir, {}, pace_s=0)
     for step in range(1, 301):
         late = step > 260
         line = {"step": step, "reward/zero_std_frac": 0.9 if late else 0.1, "reward/mean": 0.99 if late else 0.5}
@@ -110,7 +110,7 @@ def test_a_quarter_of_a_long_run_is_a_quarter_of_all_its_batches(run_dir, caplog
 
 
 def test_samples_have_memory_and_times(run_dir, caplog):
-    watch = Watch(run_dir, {}, pace_s=0)
+    watch = HealthWatch(run_dir, {}, pace_s=0)
     router = Router(2)
     client = SimpleNamespace(request_times=lambda: {"generator-0": router.times()[0]})
     watch.generator_started(GeneratorStarted(client=client))

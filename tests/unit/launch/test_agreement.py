@@ -5,9 +5,11 @@ import time
 
 import pytest
 
-from torchtitan_rl.launch.agreement import Facts, disagreement, facts, joined, joined_problem
+from torchtitan_rl.launch.agreement import HostFacts, disagreement, facts, joined, joined_problem
 
-OURS = Facts(files={"a.py": "1", "b.py": "2"}, versions={"Python": "3.11.7", "torch": "2.13.0"}, config="c", clock=0.0)
+OURS = HostFacts(
+    files={"a.py": "1", "b.py": "2"}, versions={"Python": "3.11.7", "torch": "2.13.0"}, config="c", clock=0.0
+)
 
 
 def problem(clock_bounds=(1000.0, 1002.0), **theirs) -> str:

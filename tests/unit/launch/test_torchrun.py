@@ -3,7 +3,7 @@
 import torch.distributed as dist
 
 from torchtitan_rl.launch import torchrun
-from torchtitan_rl.launch.liveness.heartbeats import Watch
+from torchtitan_rl.launch.liveness.heartbeats import HeartbeatWatch
 
 
 def test_an_attempt_does_not_read_how_the_one_before_ended(monkeypatch):
@@ -23,7 +23,7 @@ def test_an_attempt_does_not_read_how_the_one_before_ended(monkeypatch):
         store, rank, size = torchrun._join()
         assert (rank, size) == (1, 2)
         assert torchrun._join()[0].check(["outcome"]) is False
-        leader, follower = (Watch(store, rank, ["tcp://one:1", "tcp://two:2"]) for rank in (0, 1))
+        leader, follower = (HeartbeatWatch(store, rank, ["tcp://one:1", "tcp://two:2"]) for rank in (0, 1))
         leader.announce("outcome", str(100 + attempt))
         store.set("beat/1", "0")
         leader._exchange(1)

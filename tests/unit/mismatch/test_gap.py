@@ -15,7 +15,7 @@ from torchtitan_rl.mismatch.causes import (
 )
 from torchtitan_rl.mismatch.gap import (
     LIMITS,
-    Limits,
+    RoundingLimits,
     Sample,
     decomposed,
     joined,
@@ -80,7 +80,7 @@ def test_tokens_behind_an_update_of_their_own_turn_count_as_kept():
 
 
 def test_limits_are_broken_by_the_mean_or_by_one_token_and_not_by_what_is_unknown():
-    limits = Limits(mean=0.1, largest=1.0)
+    limits = RoundingLimits(mean=0.1, largest=1.0)
     assert not limits.broken_by(np.array([0.1, -0.1, NAN])) and not limits.broken_by(np.array([NAN]))
     assert limits.broken_by(np.array([0.2, -0.2])) and limits.broken_by(np.array([1.1] + [0.0] * 50))
 

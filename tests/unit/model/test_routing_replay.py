@@ -9,7 +9,7 @@ from torchtitan.models.common.linear import Linear
 
 from tests.unit.model.test_moe import CPU, for_training, tiny, with_random_weights
 from torchtitan_rl.model import routing_replay
-from torchtitan_rl.model.experts import Router
+from torchtitan_rl.model.experts import ExpertRouter
 from torchtitan_rl.model.train_step import accumulate_gradients, head_outputs
 from torchtitan_rl.types import LossInputs, Microbatch, Routing
 
@@ -28,7 +28,7 @@ def any_experts(tokens, *, layers=2, num_experts=6, top_k=2, seed=0):
 
 def router(**changes):
     gate = Linear.Config(in_features=4, out_features=6, bias=False)
-    made = Router.Config(num_experts=6, gate=gate, top_k=3, **changes).build().double()
+    made = ExpertRouter.Config(num_experts=6, gate=gate, top_k=3, **changes).build().double()
     with torch.no_grad():
         made.gate.weight.copy_(drawn(6, 4, seed=1))
     return made

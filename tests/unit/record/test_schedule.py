@@ -8,7 +8,7 @@ import torch
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.record.schedule import (
     Companion,
-    Entry,
+    ScheduleEntry,
     ScheduleFile,
     UnderWay,
     company,
@@ -112,13 +112,13 @@ def test_one_bit_of_a_tensor_changes_its_digest_and_no_other():
 
 def test_what_came_before_a_checkpoint_is_left_out_but_for_the_last_load():
     entries = [
-        Entry(iteration=0, unfinished=0, version=3),
-        Entry(iteration=0, unfinished=0, requests=[(1, "a"), (2, "b")]),
-        Entry(iteration=9, unfinished=0, version=4),
-        Entry(iteration=9, unfinished=0, requests=[(3, "of an evaluation")]),
-        Entry(iteration=12, unfinished=0, requests=[(4, "c")]),
-        Entry(iteration=14, unfinished=1, requests=[(5, "d")]),
-        Entry(iteration=20, unfinished=0, version=5),
+        ScheduleEntry(iteration=0, unfinished=0, version=3),
+        ScheduleEntry(iteration=0, unfinished=0, requests=[(1, "a"), (2, "b")]),
+        ScheduleEntry(iteration=9, unfinished=0, version=4),
+        ScheduleEntry(iteration=9, unfinished=0, requests=[(3, "of an evaluation")]),
+        ScheduleEntry(iteration=12, unfinished=0, requests=[(4, "c")]),
+        ScheduleEntry(iteration=14, unfinished=1, requests=[(5, "d")]),
+        ScheduleEntry(iteration=20, unfinished=0, version=5),
     ]
     kept = since(entries, 3)
     assert [(entry.iteration, entry.version, len(entry.requests)) for entry in kept] == [

@@ -9,7 +9,7 @@ import pytest
 from tests.recorded import RECORDED
 from torchtitan_rl.cli import main
 from torchtitan_rl.health.run_reader import Run
-from torchtitan_rl.tools.comparison import Row, compare, text
+from torchtitan_rl.tools.comparison import MetricRow, compare, text
 
 NAMES = ("quickstart-seed0", "groups-seed0", "quickstart-seed1", "groups-seed1")
 PATHS = [str(RECORDED / name) for name in NAMES]
@@ -42,12 +42,12 @@ def test_values_are_last_evaluations_and_means_of_the_last_quarter():
 
 
 def test_spread_and_standard_error_are_pooled_over_groups():
-    row = Row(name="x", values=[[1.0, 3.0], [4.0, 6.0, 8.0], [5.0]])
+    row = MetricRow(name="x", values=[[1.0, 3.0], [4.0, 6.0, 8.0], [5.0]])
     assert row.mean(1) == 6.0 and row.spread(0) == pytest.approx(math.sqrt(2)) and row.spread(2) is None
     pooled = (2 * 1 + 4 * 2) / 3  # variances 2 and 4 with 1 and 2 degrees of freedom
     assert row.standard_error(0, 1) == pytest.approx(math.sqrt(pooled * (1 / 2 + 1 / 3)))
     assert row.standard_error(0, 2) == pytest.approx(math.sqrt(pooled * 1.5))
-    assert Row(name="x", values=[[1.0], [2.0]]).standard_error(0, 1) is None
+    assert MetricRow(name="x", values=[[1.0], [2.0]]).standard_error(0, 1) is None
 
 
 def changed(path, to, **fields):

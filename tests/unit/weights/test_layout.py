@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtitan_rl.weights.difference import explain_difference
-from torchtitan_rl.weights.layout import Entry, checksum, plan, read
+from torchtitan_rl.weights.layout import TensorEntry, checksum, plan, read
 from torchtitan_rl.weights.payload import PayloadWriter
 
 bf16, f32 = torch.bfloat16, torch.float32
@@ -38,10 +38,10 @@ def test_tensors_lie_one_after_another_at_multiples_of_64_bytes():
     )
     assert manifest.version == 3
     assert manifest.entries == {
-        "w": Entry((3, 5), bf16, 0),
-        "rope": Entry((4, 5), f32, 64),
-        "norm": Entry((32,), bf16, 192),
-        "scale": Entry((), bf16, 256),
+        "w": TensorEntry((3, 5), bf16, 0),
+        "rope": TensorEntry((4, 5), f32, 64),
+        "norm": TensorEntry((32,), bf16, 192),
+        "scale": TensorEntry((), bf16, 256),
     }
     assert [entry.nbytes for entry in manifest.entries.values()] == [30, 80, 64, 2]
     assert manifest.nbytes == 320
@@ -121,7 +121,7 @@ def test_equal_manifests_have_no_difference():
 
 
 def test_differences_are_named():
-    entries = {"w": Entry((2, 3), bf16, 0)}
+    entries = {"w": TensorEntry((2, 3), bf16, 0)}
     assert explain_difference(entries, {}) == "w is published but not held"
     assert explain_difference({}, {"w": ((2, 3), bf16)}) == "w is held but not published"
     assert explain_difference(entries, {"w": ((3, 2), bf16)}) == "w has shape (2, 3) published, (3, 2) held"
@@ -131,7 +131,7 @@ def test_differences_are_named():
 
 
 def test_three_differences_are_listed_and_the_rest_counted():
-    entries = {name: Entry((1,), f32, 0) for name in "abcde"}
+    entries = {name: TensorEntry((1,), f32, 0) for name in "abcde"}
     held = {"a": ((1,), f32), "b": ((2,), f32), "f": ((1,), f32)}
     assert explain_difference(entries, held) == (
         "b has shape (1,) published, (2,) held; c is published but not held; d is published but not held and 2 more"

@@ -21,7 +21,7 @@ from torchtitan_rl.model.spec import build_spec
 from torchtitan_rl.weights import layout, peers, piece_server, pieces, sharded_pull
 from torchtitan_rl.weights import staging as staging_module
 from torchtitan_rl.weights.finite import FiniteCheck
-from torchtitan_rl.weights.layout import Entry
+from torchtitan_rl.weights.layout import TensorEntry
 from torchtitan_rl.weights.peers import Peers
 from torchtitan_rl.weights.pieces import Box, HeadRows, PieceManifest
 from torchtitan_rl.weights.remote_fetcher import RemoteFetcher
@@ -332,4 +332,4 @@ async def test_a_store_gives_each_process_its_part_and_a_file_has_all(trainers, 
     await store.discard(7)
 
     assert (await store.versions()) == []
-    assert Entry((2,), torch.bfloat16, 0).nbytes == 4
+    assert TensorEntry((2,), torch.bfloat16, 0).nbytes == 4

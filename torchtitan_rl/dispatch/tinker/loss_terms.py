@@ -23,7 +23,7 @@ from torchtitan_rl.algorithm.surrogate import data_metrics, sampled_logprobs
 from torchtitan_rl.dispatch.microbatches import pack
 from torchtitan_rl.types import Datum, LossFunction, LossInputs
 
-__all__ = ["Evaluated", "ServiceLoss", "evaluate", "linearized", "service_loss"]
+__all__ = ["EvaluatedLoss", "ServiceLoss", "evaluate", "linearized", "service_loss"]
 
 _NOT_COMPUTED = {
     "entropy": "the entropy of the policy's distribution",
@@ -44,7 +44,7 @@ class ServiceLoss:
 
 
 @dataclass(kw_only=True, slots=True)
-class Evaluated:
+class EvaluatedLoss:
     """A loss on log-probabilities."""
 
     loss: float
@@ -75,7 +75,7 @@ class _NotComputed(torch.Tensor):
 
 def evaluate(
     loss_fn: LossFunction, data: list[Datum], logprobs: list[torch.Tensor], *, weight: float | None = None
-) -> Evaluated:
+) -> EvaluatedLoss:
     """The loss of the data whose targets have these log-probabilities, one tensor per datum. With `weight`: also the
     gradients of `weight` x the loss.
 
@@ -103,7 +103,7 @@ def evaluate(
             derivative = torch.autograd.grad(loss * weight, leaf, allow_unused=True)[0]
             gradient = gradient if derivative is None else derivative
         gradients = list(gradient.split(batch.lengths))
-    return Evaluated(loss=loss.item(), sums=sums, gradients=gradients)
+    return EvaluatedLoss(loss=loss.item(), sums=sums, gradients=gradients)
 
 
 def _sampled(inputs: LossInputs) -> dict[str, torch.Tensor]:

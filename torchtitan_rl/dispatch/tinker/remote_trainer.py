@@ -136,7 +136,7 @@ class RemoteTrainingClient(TrainingClient):
 
             async def computed() -> ForwardBackwardOutput:
                 rows = await self._logprobs("forward", answer)
-                return _output_of(data, rows, loss_terms.Evaluated(loss=0.0, sums={}), began)
+                return _output_of(data, rows, loss_terms.EvaluatedLoss(loss=0.0, sums={}), began)
 
             return computed()
 
@@ -385,7 +385,7 @@ def _scored(data: list[Datum]) -> loss_terms.ServiceLoss:
 
 
 def _output_of(
-    data: list[Datum], rows: list[torch.Tensor], evaluated: loss_terms.Evaluated, began: float
+    data: list[Datum], rows: list[torch.Tensor], evaluated: loss_terms.EvaluatedLoss, began: float
 ) -> ForwardBackwardOutput:
     num_tokens = num_trained(data)
     return ForwardBackwardOutput(

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from statistics import fmean
 from typing import Any
 
-from torchtitan_rl.health.facts import Facts, Reading
+from torchtitan_rl.health.facts import Reading, RunFacts
 from torchtitan_rl.health.rules.rule import Problem, Rule, few, last, middle
 
 __all__ = ["ANSWERS"]
@@ -19,7 +19,7 @@ _TAIL, _LONGEST_PIECE, _TIMES = 512, 32, 8
 _FORM = re.compile(r"format|parse|valid|schema|well_?formed")
 
 
-def duplicates(facts: Facts, threshold: float) -> Problem | None:
+def duplicates(facts: RunFacts, threshold: float) -> Problem | None:
     """The policy says the same to different tasks, or siblings are copies although the policy is not sure."""
     rollouts = facts.rollouts
     if len(rollouts) < _FEW_ROLLOUTS or len({rollout["task_id"] for rollout in rollouts}) < _FEW_TASKS:
@@ -27,7 +27,7 @@ def duplicates(facts: Facts, threshold: float) -> Problem | None:
     return _one_answer(facts, threshold) or _copies(facts, threshold)
 
 
-def _one_answer(facts: Facts, threshold: float) -> Problem | None:
+def _one_answer(facts: RunFacts, threshold: float) -> Problem | None:
     rollouts = facts.rollouts
     text, number = Counter(rollout["text"] for rollout in rollouts).most_common(1)[0]
     same, share = [rollout for rollout in rollouts if rollout["text"] == text], number / len(rollouts)
@@ -38,7 +38,7 @@ def _one_answer(facts: Facts, threshold: float) -> Problem | None:
     return Problem(sentence, [Reading("share of the commonest answer", rollouts[-1]["step"], share)])
 
 
-def _copies(facts: Facts, threshold: float) -> Problem | None:
+def _copies(facts: RunFacts, threshold: float) -> Problem | None:
     """With n nats of chance in an answer, equal siblings are rare: a few groups in a thousand at n = 2."""
     entropy, length = (last(facts.series(name)) for name in ("policy/entropy", "completion/length_mean"))
     if not entropy or not length or (nats := middle(entropy) * middle(length)) < _FEW_NATS:
@@ -56,7 +56,7 @@ def _copies(facts: Facts, threshold: float) -> Problem | None:
     return Problem(f"{sentence}: siblings are not sampled independently", evidence)
 
 
-def unparsable(facts: Facts, threshold: float) -> Problem | None:
+def unparsable(facts: RunFacts, threshold: float) -> Problem | None:
     """Many answers cannot be read: empty, undecodable, or one piece over and over."""
     rollouts = facts.rollouts
     if len(rollouts) < _FEW_ROLLOUTS:
@@ -102,11 +102,11 @@ def _shown(text: str | None) -> str:
     return repr((text or "")[:40])
 
 
-def _lacks_rollouts(facts: Facts) -> str:
+def _lacks_rollouts(facts: RunFacts) -> str:
     return few("the texts", len(facts.rollouts), _FEW_ROLLOUTS, "rollouts")
 
 
-def _lacks_answers(facts: Facts) -> str:
+def _lacks_answers(facts: RunFacts) -> str:
     tasks = {rollout["task_id"] for rollout in facts.rollouts}
     return _lacks_rollouts(facts) or few("the rollouts", len(tasks), _FEW_TASKS, "tasks")
 

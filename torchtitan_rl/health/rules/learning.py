@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchtitan_rl.health.facts import Facts, Reading, Series
+from torchtitan_rl.health.facts import Reading, RunFacts, Series
 from torchtitan_rl.health.rules.rule import RECENT, Problem, Rule, batches, few, first, last, middle
 
 __all__ = ["LEARNING"]
@@ -14,7 +14,7 @@ _LONG_ENOUGH = 4.0
 """Tokens by which a length must change."""
 
 
-def entropy_collapse(facts: Facts, threshold: float) -> Problem | None:
+def entropy_collapse(facts: RunFacts, threshold: float) -> Problem | None:
     """The policy has become sure of answers that earn little."""
     series = facts.series("policy/entropy")
     early, late = first(series), last(series)
@@ -28,7 +28,7 @@ def entropy_collapse(facts: Facts, threshold: float) -> Problem | None:
     return Problem(f"{sentence} while the reward went from {before:.3f} to {now:.3f}", [*early, *late, *last(rewards)])
 
 
-def no_signal(facts: Facts, threshold: float) -> Problem | None:
+def no_signal(facts: RunFacts, threshold: float) -> Problem | None:
     """The rewards of siblings have been equal for many batches, and are not the best."""
     late = _without_signal(facts, threshold)
     if not late or (rewards := last(facts.series("reward/mean"), _IN_A_ROW)) == []:
@@ -40,7 +40,7 @@ def no_signal(facts: Facts, threshold: float) -> Problem | None:
     return Problem(f"{sentence}, from which nothing is learned; rewards are {spread}", [*late[-5:], *rewards[-5:]])
 
 
-def saturation(facts: Facts, threshold: float) -> Problem | None:
+def saturation(facts: RunFacts, threshold: float) -> Problem | None:
     """Almost every answer has earned the best reward for a good part of the run."""
     late, best = _without_signal(facts, _ALMOST_ALL), facts.best_reward
     rewards = {reading.step: reading for reading in facts.series("reward/mean")}
@@ -56,7 +56,7 @@ def saturation(facts: Facts, threshold: float) -> Problem | None:
     return Problem(f"{sentence}: almost no group has a signal, further steps teach nothing", [*full[-5:], *late[-5:]])
 
 
-def _without_signal(facts: Facts, threshold: float) -> Series:
+def _without_signal(facts: RunFacts, threshold: float) -> Series:
     """The newest batches in a row of which almost all groups were without signal; [] for fewer than 10, and where
     siblings are not compared."""
     streak: Series = []
@@ -67,11 +67,11 @@ def _without_signal(facts: Facts, threshold: float) -> Series:
     return streak if len(streak) >= _IN_A_ROW else []
 
 
-def _constant(facts: Facts) -> bool:
+def _constant(facts: RunFacts) -> bool:
     return all(float(reading.value) < 1e-9 for reading in last(facts.series("reward/std"), _IN_A_ROW))
 
 
-def truncation(facts: Facts, threshold: float) -> Problem | None:
+def truncation(facts: RunFacts, threshold: float) -> Problem | None:
     """Many completions end at the token limit."""
     late = last(facts.series("completion/truncated_frac"))
     if not late or middle(late) <= threshold:
@@ -83,7 +83,7 @@ def truncation(facts: Facts, threshold: float) -> Problem | None:
     )
 
 
-def length_drift(facts: Facts, threshold: float) -> Problem | None:
+def length_drift(facts: RunFacts, threshold: float) -> Problem | None:
     """Completions become much longer or shorter, and answers no better."""
     series = facts.series("completion/length_mean")
     early, late = first(series), last(series)
@@ -98,7 +98,7 @@ def length_drift(facts: Facts, threshold: float) -> Problem | None:
     return Problem(f"{sentence}: something else than right answers decides the length", [*early, *late, *accuracy[-3:]])
 
 
-def _better(facts: Facts) -> bool:
+def _better(facts: RunFacts) -> bool:
     """Whether answers have become better: by accuracy where it was measured twice, else by the reward."""
     accuracies = [float(line["eval/accuracy"]) for line in facts.evaluations]
     if len(accuracies) > 1:
@@ -108,7 +108,7 @@ def _better(facts: Facts) -> bool:
     return now >= before + 0.25 * (facts.best_reward - before)
 
 
-def eval_falls(facts: Facts, threshold: float) -> Problem | None:
+def eval_falls(facts: RunFacts, threshold: float) -> Problem | None:
     """Accuracy on validation tasks falls while the reward rises."""
     lines = facts.evaluations
     if len(lines) < 2:
@@ -128,7 +128,7 @@ def eval_falls(facts: Facts, threshold: float) -> Problem | None:
     return Problem(f"{sentence}, {rise}: the reward pays for something else", [*evidence, *then, *late])
 
 
-def _reward_at(facts: Facts, step: int) -> Series:
+def _reward_at(facts: RunFacts, step: int) -> Series:
     """The rewards of 5 batches around a step."""
     series = facts.series("reward/mean")
     at = next((i for i, reading in enumerate(series) if (reading.step or 0) >= step), len(series) - 1)
@@ -136,13 +136,13 @@ def _reward_at(facts: Facts, step: int) -> Series:
     return series[begin : begin + 5]
 
 
-def _lacks_groups(facts: Facts) -> str:
+def _lacks_groups(facts: RunFacts) -> str:
     if not facts.compares_siblings:
         return ""
     return batches("reward/zero_std_frac", "reward/mean", number=_IN_A_ROW)(facts)
 
 
-def _lacks_evaluations(facts: Facts) -> str:
+def _lacks_evaluations(facts: RunFacts) -> str:
     return few("`eval/accuracy`", len(facts.evaluations), 2, "evaluations on validation tasks")
 
 

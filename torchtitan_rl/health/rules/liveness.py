@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from statistics import median
 from typing import Any
 
-from torchtitan_rl.health.facts import Facts, Reading, Series, duration
+from torchtitan_rl.health.facts import Reading, RunFacts, Series, duration
 from torchtitan_rl.health.rules.rule import RECENT, Problem, Rule, batches, few, last, middle
 from torchtitan_rl.health.whereabouts import end_of, pulse, seconds_since
 from torchtitan_rl.metrics import PHASES
@@ -25,7 +25,7 @@ _SPANS = {"step": "time/step_s", "generate": "time/generate_s", "sync": "time/sy
 _PARTS = ("time/reward_s", "time/generate_s", "time/forward_backward_s", "time/optim_s", "time/score_s", "time/sync_s")
 
 
-def dead_replica(facts: Facts, threshold: float) -> Problem | None:
+def dead_replica(facts: RunFacts, threshold: float) -> Problem | None:
     """A replica of the generator died or was given up, replaced or not."""
     lost = [event for event in facts.events if event.get("kind") == "replica_lost"]
     evidence = [Reading(str(event.get("who")), event.get("step"), str(event.get("text"))) for event in lost]
@@ -42,7 +42,7 @@ def dead_replica(facts: Facts, threshold: float) -> Problem | None:
     return Problem(f"{who}: lost; losses in all: {number}, replacements that have started: {replaced}", evidence)
 
 
-def slow_replica(facts: Facts, threshold: float) -> Problem | None:
+def slow_replica(facts: RunFacts, threshold: float) -> Problem | None:
     """One replica takes much longer for a request than its siblings."""
     waits, known = _seconds_per_request(facts.samples)
     who, slowest = max(waits.items(), key=lambda item: item[1], default=("", 0.0))
@@ -75,7 +75,7 @@ def _seconds_per_request(samples: list[dict[str, Any]]) -> tuple[dict[str, float
     return waits, known
 
 
-def idle_trainer(facts: Facts, threshold: float) -> Problem | None:
+def idle_trainer(facts: RunFacts, threshold: float) -> Problem | None:
     """The trainers wait for most of a step."""
     recent = last(_idle(facts))
     if not recent or middle(recent) <= threshold:
@@ -95,7 +95,7 @@ def idle_trainer(facts: Facts, threshold: float) -> Problem | None:
     return Problem(f"{sentence} ({waits[cause]:.2f} of {step_s:.2f} s)", [*recent, *seconds[cause]])
 
 
-def _idle(facts: Facts) -> Series:
+def _idle(facts: RunFacts) -> Series:
     """The share of each step in which no trainer trained or scored."""
     if recorded := facts.series("trainer/idle_frac"):
         return recorded
@@ -107,7 +107,7 @@ def _idle(facts: Facts) -> Series:
     ]
 
 
-def stall(facts: Facts, threshold: float) -> Problem | None:
+def stall(facts: RunFacts, threshold: float) -> Problem | None:
     """The run's process is there and nothing goes on."""
     process = facts.whereabouts
     if process is None or process.state != "running" or process.written is None:
@@ -125,12 +125,12 @@ def stall(facts: Facts, threshold: float) -> Problem | None:
     )
 
 
-def _doing(facts: Facts) -> str:
+def _doing(facts: RunFacts) -> str:
     names = [str(span.get("name")) for span in facts.spans]
     return f"the controller is in: {' > '.join(names)}" if names else "what it waits for is not recorded"
 
 
-def gone(facts: Facts, threshold: float) -> Problem | None:
+def gone(facts: RunFacts, threshold: float) -> Problem | None:
     """The run's process is gone, and the run has not come to an end."""
     process = facts.whereabouts
     if process is None or process.state in ("running", "unknown"):
@@ -150,13 +150,13 @@ def gone(facts: Facts, threshold: float) -> Problem | None:
     return Problem(f"the run ended in the {phase} phase at step {step} of {planned}: {why}", evidence)
 
 
-def _finished(facts: Facts) -> bool:
+def _finished(facts: RunFacts) -> bool:
     """Whether the run came to its end. The evaluation on test tasks is the last act of training."""
     last_ones = facts.own_evaluations[-1:]
     return facts.status.get("ended") == "finished" or any(line.get("eval/split") == "test" for line in last_ones)
 
 
-def slow_step(facts: Facts, threshold: float) -> Problem | None:
+def slow_step(facts: RunFacts, threshold: float) -> Problem | None:
     """One step took far longer than its peers."""
     steps = []
     for number, line in enumerate(facts.steps):
@@ -178,7 +178,7 @@ def slow_step(facts: Facts, threshold: float) -> Problem | None:
     return Problem(sentence, [slowest, *parts])
 
 
-def overdue(facts: Facts, threshold: float) -> Problem | None:
+def overdue(facts: RunFacts, threshold: float) -> Problem | None:
     """What the run is doing now takes much longer than usual."""
     process = facts.whereabouts
     if facts.status.get("ended") or process is None or process.ended:
@@ -202,7 +202,7 @@ def overdue(facts: Facts, threshold: float) -> Problem | None:
     return Problem("; ".join(sentences), evidence) if sentences else None
 
 
-def _usual_s(facts: Facts, metric: str) -> float | None:
+def _usual_s(facts: RunFacts, metric: str) -> float | None:
     """The median of a metric's newest values, of the last phase that has any."""
     for phase in reversed(PHASES):
         lines = [
@@ -213,7 +213,7 @@ def _usual_s(facts: Facts, metric: str) -> float | None:
     return None
 
 
-def memory(facts: Facts, threshold: float) -> Problem | None:
+def memory(facts: RunFacts, threshold: float) -> Problem | None:
     """The memory of a process grows and grows."""
     grown = []
     by_process: dict[tuple, list[dict[str, Any]]] = defaultdict(list)
@@ -242,12 +242,12 @@ def memory(facts: Facts, threshold: float) -> Problem | None:
     return Problem(f"{who}: its memory grew by {growth:.0f} MiB from step {begin} to step {end}{per_step}", evidence)
 
 
-def _lacks_events(facts: Facts) -> str:
+def _lacks_events(facts: RunFacts) -> str:
     known = facts.status or facts.events or facts.series("generator/healthy_replicas")
     return "" if known else "needs status.json, events or `generator/healthy_replicas`; there is none of them"
 
 
-def _lacks_request_times(facts: Facts) -> str:
+def _lacks_request_times(facts: RunFacts) -> str:
     replicas = facts.setting("generator.num_replicas")
     if replicas is not None and int(replicas) < 2:
         return ""  # nobody to compare with
@@ -255,22 +255,22 @@ def _lacks_request_times(facts: Facts) -> str:
     return "" if timed else "needs samples of requests; there are none"
 
 
-def _lacks_idle(facts: Facts) -> str:
+def _lacks_idle(facts: RunFacts) -> str:
     return few("the parts of `time/step_s`", len(_idle(facts)), RECENT)
 
 
-def _lacks_process(facts: Facts) -> str:
+def _lacks_process(facts: RunFacts) -> str:
     process = facts.whereabouts
     return (
         "needs run.lock, which says whose process the run is" if process is None or process.state == "unknown" else ""
     )
 
 
-def _lacks_status(facts: Facts) -> str:
+def _lacks_status(facts: RunFacts) -> str:
     return "" if facts.status else "needs status.json, which says what the run is doing"
 
 
-def _lacks_samples(facts: Facts) -> str:
+def _lacks_samples(facts: RunFacts) -> str:
     kept = _FEW_SAMPLES * 4 // 3  # the first quarter does not count
     processes = Counter(
         (sample.get("attempt"), sample["who"], sample.get("pid"))

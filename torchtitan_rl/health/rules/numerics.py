@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from torchtitan_rl.health.facts import Facts, Reading, Series
+from torchtitan_rl.health.facts import Reading, RunFacts, Series
 from torchtitan_rl.health.rules.rule import RECENT, Problem, Rule, batches, few, first, middle, worst
 
 __all__ = ["NUMERICS"]
@@ -15,7 +15,7 @@ _CLEARLY = 3.0
 """Times what is usual, from where on a rise counts."""
 
 
-def mismatch(facts: Facts, threshold: float) -> Problem | None:
+def mismatch(facts: RunFacts, threshold: float) -> Problem | None:
     """Trainer and generator disagree about sampled tokens more than their dtypes and the lag explain."""
     series = facts.series("mismatch/kl")
     early, high = first(series), worst(series)
@@ -33,7 +33,7 @@ def mismatch(facts: Facts, threshold: float) -> Problem | None:
     return Problem(f"{sentence}, {usual:.0e} is usual for {dtypes}; {shape}", [*early, *high] if rises else high)
 
 
-def _usual(facts: Facts) -> tuple[float, str]:
+def _usual(facts: RunFacts) -> tuple[float, str]:
     """The largest mismatch that is as it should be, and for what."""
     if lag := facts.setting("algorithm.max_policy_lag", 0):
         return _USUAL_LAG, f"a lag of {lag}"
@@ -41,7 +41,7 @@ def _usual(facts: Facts) -> tuple[float, str]:
     return (_USUAL_FLOAT32, "float32") if dtypes == {"float32"} else (_USUAL_BFLOAT16, "bfloat16")
 
 
-def lag(facts: Facts, threshold: float) -> Problem | None:
+def lag(facts: RunFacts, threshold: float) -> Problem | None:
     """Tokens were sampled by weights that are too old."""
     if not facts.setting("algorithm.max_policy_lag", 0):
         late = [reading for reading in facts.series("policy/lag_max") if float(reading.value) > 0]
@@ -60,7 +60,7 @@ def lag(facts: Facts, threshold: float) -> Problem | None:
     )
 
 
-def _far(facts: Facts) -> Series:
+def _far(facts: RunFacts) -> Series:
     """Per batch the share of tokens of an age above 0 whose ratio is far from 1."""
     shares = []
     for line in facts.steps:
@@ -76,7 +76,7 @@ def _far(facts: Facts) -> Series:
     return shares
 
 
-def clip_share(facts: Facts, threshold: float) -> Problem | None:
+def clip_share(facts: RunFacts, threshold: float) -> Problem | None:
     """The loss clips a large share of the tokens."""
     high = worst(facts.series("policy/clip_frac"))
     if not high or middle(high) <= threshold:
@@ -85,7 +85,7 @@ def clip_share(facts: Facts, threshold: float) -> Problem | None:
     return Problem(f"{sentence}: the policy moves farther in a batch than the loss lets it", high)
 
 
-def steps_skipped(facts: Facts, threshold: float) -> Problem | None:
+def steps_skipped(facts: RunFacts, threshold: float) -> Problem | None:
     """Optimizer steps were skipped, or had a loss that is not finite."""
     bad: Series = []
     for line in facts.lines:
@@ -101,13 +101,13 @@ def steps_skipped(facts: Facts, threshold: float) -> Problem | None:
     return Problem(f"{sentence}; skipped steps change nothing", bad[:10])
 
 
-def _lacks_ages(facts: Facts) -> str:
+def _lacks_ages(facts: RunFacts) -> str:
     if not facts.setting("algorithm.max_policy_lag", 0):
         return few("`policy/lag_max`", len(facts.series("policy/lag_max")), 1)
     return few("`policy/far_lagA_frac`", len(_far(facts)), RECENT)
 
 
-def _lacks_steps(facts: Facts) -> str:
+def _lacks_steps(facts: RunFacts) -> str:
     losses = [line for line in facts.lines if "loss/mean" in line or "optim/skipped" in line]
     return few("`loss/mean`", len(losses), 1, "steps")
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
-from torchtitan_rl.health.facts import Facts, Reading, Series
+from torchtitan_rl.health.facts import Reading, RunFacts, Series
 
 __all__ = ["Area", "Finding", "Rule", "Problem", "RECENT", "batches", "few", "first", "last", "middle", "worst"]
 
@@ -49,7 +49,7 @@ class Rule:
 
     name: str
     area: Area
-    find: Callable[[Facts, float], Problem | None]
+    find: Callable[[RunFacts, float], Problem | None]
     """Looks at a run; None: nothing is wrong, or too little is known."""
     threshold: float
     means: str
@@ -57,24 +57,24 @@ class Rule:
     reads: str
     """The evidence that the rule looks at."""
     advice: str
-    lacks: Callable[[Facts], str]
+    lacks: Callable[[RunFacts], str]
     """What the rule would need to look and the run does not have, in words; empty where it can look, and where the run
     has nothing that the rule is about. See `batches`."""
     live: Literal["batches", "answers", "samples", ""] = "batches"
     """After what the rule looks during training: every batch, every fifth one, every sample. Empty: it does not,
     the run's own process cannot see such things."""
 
-    def on(self, facts: Facts, threshold: float) -> Finding | None:
+    def on(self, facts: RunFacts, threshold: float) -> Finding | None:
         problem = self.find(facts, threshold)
         if problem is None:
             return None
         return Finding(self.name, self.area, problem.sentence, tuple(problem.evidence), threshold, self.advice)
 
 
-def batches(*names: str, number: int = RECENT) -> Callable[[Facts], str]:
+def batches(*names: str, number: int = RECENT) -> Callable[[RunFacts], str]:
     """What a rule lacks (`Rule.lacks`) that reads metrics in `number` batches."""
 
-    def lacks(facts: Facts) -> str:
+    def lacks(facts: RunFacts) -> str:
         return next((why for name in names if (why := few(f"`{name}`", len(facts.series(name)), number))), "")
 
     return lacks

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 
-from torchtitan_rl.health.facts import Facts
+from torchtitan_rl.health.facts import RunFacts
 from torchtitan_rl.health.rules.answers import ANSWERS
 from torchtitan_rl.health.rules.learning import LEARNING
 from torchtitan_rl.health.rules.liveness import LIVENESS
@@ -22,7 +22,7 @@ RULES: tuple[Rule, ...] = (*LIVENESS, *NUMERICS, *LEARNING, *ANSWERS)
 """Every rule, in the order in which findings are told: liveness first, then numerics, then learning."""
 
 
-def look(facts: Facts, thresholds: Mapping[str, float], rules: tuple[Rule, ...] = RULES) -> list[Finding]:
+def look(facts: RunFacts, thresholds: Mapping[str, float], rules: tuple[Rule, ...] = RULES) -> list[Finding]:
     """What the rules find, in their order. A rule that fails on records of another form is named in `facts.failed`."""
     findings = []
     for rule in rules:

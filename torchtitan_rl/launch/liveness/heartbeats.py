@@ -8,7 +8,7 @@ import time
 
 import torch.distributed as dist
 
-__all__ = ["BEAT_S", "SILENT_S", "Watch"]
+__all__ = ["BEAT_S", "SILENT_S", "HeartbeatWatch"]
 
 BEAT_S = 0.5
 """Seconds between two heartbeats. One is a few small messages to the store, and announces the end of a run too."""
@@ -17,7 +17,7 @@ SILENT_S = 10.0
 that parts for 5 s ends a run."""
 
 
-class Watch(threading.Thread):
+class HeartbeatWatch(threading.Thread):
     """Writes this host's heartbeat into the store and reads other heartbeats: rank 0 reads all, other ranks read rank
     0's. No other thread uses the store from here on: a store that blocks does not block the main thread, which then
     sees that no heartbeat has arrived."""

@@ -21,7 +21,7 @@ from torchtitan_rl.record.timeline.span_file import SpanFile
 from torchtitan_rl.record.timeline.spans import Spans
 from torchtitan_rl.record.tracing import GARBAGE, Kind, record_into
 
-__all__ = ["LOOPS", "Timeline", "Phases", "phases_of", "begin"]
+__all__ = ["LOOPS", "TimelineRecorder", "Phases", "phases_of", "begin"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ CONTROLLER = "controller"
 _LEAST_COLLECTION_NS = 1_000_000
 
 
-class Timeline:
+class TimelineRecorder:
     """What this process records, into a file of its own below `directory`."""
 
     def __init__(self, name: str, directory: str, offset_ns: int, boot: str) -> None:
@@ -63,7 +63,7 @@ class Timeline:
         self.file.shutdown()
 
 
-_mine: list[Timeline] = []
+_mine: list[TimelineRecorder] = []
 """The timeline of this process, where it records one."""
 
 
@@ -79,7 +79,7 @@ def phases_of(directory: Path) -> list[Listener]:
 def begin(name: str) -> None:
     """Begins to record this process under `name`, where the environment says so."""
     if not _mine and (settings := os.environ.get(TIMELINE)):
-        _mine.append(timeline := Timeline(name, **json.loads(settings)))
+        _mine.append(timeline := TimelineRecorder(name, **json.loads(settings)))
         atexit.register(timeline.close)
 
 
@@ -91,7 +91,7 @@ class Phases(Listener):
         directory.mkdir(parents=True, exist_ok=True)
         settings = {"directory": str(directory.absolute()), "offset_ns": _offset_ns(), "boot": _boot()}
         os.environ[TIMELINE] = json.dumps(settings)
-        self.timeline = Timeline(CONTROLLER, **settings)  # type: ignore[arg-type]  # the values are those of its arguments
+        self.timeline = TimelineRecorder(CONTROLLER, **settings)  # type: ignore[arg-type]  # the values are those of its arguments
         _mine.append(self.timeline)
         self._open: dict[int, tuple] = {}
         self._num_steps = 0

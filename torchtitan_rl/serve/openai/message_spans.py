@@ -6,10 +6,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["Spans"]
+__all__ = ["MessageSpans"]
 
 
-class Spans:
+class MessageSpans:
     """Processor seconds of all requests. One clock for all of them: between `go` and `stop` nothing is awaited, so no
     other request runs on the event loop's thread."""
 

@@ -24,12 +24,12 @@ from torchtitan_rl.rollout.policy import Policy, SamplingFailed
 from torchtitan_rl.rollout.renderings import Renderings
 from torchtitan_rl.serve.errors import Refused, invalid
 from torchtitan_rl.serve.limits import Places, Rate
-from torchtitan_rl.serve.openai.message_spans import Spans
+from torchtitan_rl.serve.openai.message_spans import MessageSpans
 from torchtitan_rl.serve.openai.messages import compared, compared_answer, cut, rendered_message
 from torchtitan_rl.serve.openai.requests import ChatMessage, ChatRequest, CompletionRequest, Sampled
 from torchtitan_rl.serve.openai.settings import sampling_params
 from torchtitan_rl.serve.openai.structure import Structure, refuse_for_training, structure
-from torchtitan_rl.serve.openai.tool_calls import Call, Reading, ToolReader, calls_of_json
+from torchtitan_rl.serve.openai.tool_calls import Call, ParsedCompletion, ToolReader, calls_of_json
 from torchtitan_rl.tasks.family import stream
 from torchtitan_rl.types import Completion, SamplingParams, Turn
 
@@ -107,7 +107,7 @@ class Session:
         context_tokens: int,
         vocab_size: int = 0,
         limits: SessionLimits,
-        spans: Spans,
+        spans: MessageSpans,
         renderings: Renderings,
         places: Places | None = None,
         model: str = "policy",
@@ -309,13 +309,13 @@ class Session:
             return secrets.token_hex(12)
         return hashlib.blake2b(f"{self.seed}/{number}".encode(), digest_size=12).hexdigest()
 
-    def _read(self, prompt: Prompt, completion: Completion, text: str, answer_id: str) -> Reading:
+    def _read(self, prompt: Prompt, completion: Completion, text: str, answer_id: str) -> ParsedCompletion:
         if prompt.structure.calls_as_json:
             read = calls_of_json(text, answer_id)
         elif self.tool_reader is not None and prompt.tools and prompt.structure.reads_calls:
             read = self.tool_reader.read(completion, text, prompt.tools, answer_id)
         else:
-            return Reading(text, [])
+            return ParsedCompletion(text, [])
         if self.tool_reader is not None:
             self.counts["malformed"] += read.malformed
         return read

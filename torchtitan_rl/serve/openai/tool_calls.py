@@ -12,7 +12,7 @@ from typing import Any
 from torchtitan_rl.serve.openai import call_forms
 from torchtitan_rl.types import Completion
 
-__all__ = ["Call", "Reading", "ToolReader", "calls_of_json", "same_arguments"]
+__all__ = ["Call", "ParsedCompletion", "ToolReader", "calls_of_json", "same_arguments"]
 
 
 @dataclass(slots=True, frozen=True)
@@ -26,7 +26,7 @@ class Call:
 
 
 @dataclass(slots=True, frozen=True)
-class Reading:
+class ParsedCompletion:
     """What a parser makes of one completion."""
 
     content: str | None
@@ -66,7 +66,7 @@ class ToolReader:
         modules = {parent.__module__ for parent in self._parser.__mro__} | {"vllm.tool_parsers.utils"}
         self._loggers = [logging.getLogger(module) for module in modules if module.startswith("vllm.")]
 
-    def read(self, completion: Completion, text: str, tools: list[dict], answer_id: str) -> Reading:
+    def read(self, completion: Completion, text: str, tools: list[dict], answer_id: str) -> ParsedCompletion:
         """What a completion whose text is `text` says and calls. `tools` are those of the request; identities of calls
         begin with `answer_id`."""
         offered = [self._tool.model_construct(type="function", function=_Function(tool["function"])) for tool in tools]
@@ -85,10 +85,10 @@ class ToolReader:
                 extracted = None
         if extracted is None or not extracted.tools_called:
             self.num_malformed += bool(complaints.number)
-            return Reading(text, [], bool(complaints.number))
+            return ParsedCompletion(text, [], bool(complaints.number))
         functions = [call.function for call in extracted.tool_calls]
         calls = [Call(call_id(answer_id, i), each.name, each.arguments) for i, each in enumerate(functions)]
-        return Reading(extracted.content or None, calls)
+        return ParsedCompletion(extracted.content or None, calls)
 
     def form(self, tools: list[dict], *, required: bool, single: bool) -> dict[str, Any] | None:
         """What the policy may write where it is offered `tools`, as a format of xgrammar's structural tags: a call
@@ -203,7 +203,7 @@ def call_id(answer_id: str, index: int) -> str:
     return f"call_{answer_id}_{index}"
 
 
-def calls_of_json(text: str, answer_id: str) -> Reading:
+def calls_of_json(text: str, answer_id: str) -> ParsedCompletion:
     """The calls of a completion that was held to `call_forms.json_list`."""
     try:
         written = json.loads(text)
@@ -212,8 +212,8 @@ def calls_of_json(text: str, answer_id: str) -> Reading:
             for i, each in enumerate(written)
         ]
     except (ValueError, TypeError, KeyError, RecursionError):  # cut off by a limit
-        return Reading(text, [], True)
-    return Reading(None, calls)
+        return ParsedCompletion(text, [], True)
+    return ParsedCompletion(None, calls)
 
 
 def _number(text: str) -> int | float:

@@ -18,7 +18,7 @@ from torchtitan_rl.serve.errors import Refused
 from torchtitan_rl.serve.guard import Guard
 from torchtitan_rl.serve.keys import bearer
 from torchtitan_rl.serve.limits import read_body
-from torchtitan_rl.serve.openai.message_spans import Spans
+from torchtitan_rl.serve.openai.message_spans import MessageSpans
 from torchtitan_rl.serve.tinker import bodies, bounds, wire
 from torchtitan_rl.serve.tinker.catalogue import Catalogue, download_url
 from torchtitan_rl.serve.tinker.faults import Fault, answer, fault_of, server, user
@@ -90,7 +90,7 @@ def guarded(app: FastAPI, hosts: Collection[str] | None) -> Guard:
 
 class _Routes:
     def __init__(self, server: Server, keys: Keys) -> None:
-        self.server, self._keys, self.spans = server, keys, Spans()
+        self.server, self._keys, self.spans = server, keys, MessageSpans()
 
     def guarded(self, handler: Handler, *, open_to_all: bool = False) -> Handler:
         """The handler with the key checked, faults as answers, and spans."""

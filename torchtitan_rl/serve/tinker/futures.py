@@ -14,14 +14,14 @@ from dataclasses import dataclass
 
 from torchtitan_rl.serve.tinker.faults import Fault, fault_of, server, user
 
-__all__ = ["Answer", "Futures", "Shelf"]
+__all__ = ["ReadyBody", "Futures", "Shelf"]
 
 _LOOK_S = 1.0  # between two looks for answers that have expired
 _MAX_KEPT, _MAX_KEPT_BYTES = 2**16, 2**30  # answers of a server; beyond them the oldest are dropped
 
 
 @dataclass(kw_only=True, slots=True)
-class Answer:
+class ReadyBody:
     """A body that is ready."""
 
     content: bytes
@@ -31,7 +31,7 @@ class Answer:
 
 @dataclass(slots=True)
 class _Future:
-    answer: asyncio.Future[Answer | Fault]
+    answer: asyncio.Future[ReadyBody | Fault]
     expires: float = float("inf")
 
 
@@ -99,7 +99,7 @@ class Futures:
         self.fail(request_id, fault)
         return request_id
 
-    def start(self, request_id: str, answering: Awaitable[Answer]) -> None:
+    def start(self, request_id: str, answering: Awaitable[ReadyBody]) -> None:
         """Ends a future, which may be reserved already, with what an awaitable gives or raises."""
         if request_id not in self._futures:
             self.reserve(request_id)
@@ -107,7 +107,7 @@ class Futures:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _run(self, request_id: str, answering: Awaitable[Answer]) -> None:
+    async def _run(self, request_id: str, answering: Awaitable[ReadyBody]) -> None:
         try:
             self._end(request_id, await answering)
         except asyncio.CancelledError:
@@ -123,12 +123,12 @@ class Futures:
             self.on_server_fault(error)
         self._end(request_id, fault)
 
-    def _end(self, request_id: str, answer: Answer | Fault) -> None:
+    def _end(self, request_id: str, answer: ReadyBody | Fault) -> None:
         future = self._futures.get(request_id)
         if future is not None and not future.answer.done():
             future.answer.set_result(answer)
             future.expires = self._clock() + self._kept_s
-            self._keep(request_id, len(answer.content) if isinstance(answer, Answer) else len(answer.message))
+            self._keep(request_id, len(answer.content) if isinstance(answer, ReadyBody) else len(answer.message))
 
     def _keep(self, request_id: str, nbytes: int) -> None:
         """Counts an answer, and drops old ones where there are too many."""
@@ -149,7 +149,7 @@ class Futures:
         del self._futures[request_id]
         self.kept_bytes -= self._ended.pop(request_id)
 
-    async def fetch(self, request_id: str, timeout_s: float) -> Answer | Fault | None:
+    async def fetch(self, request_id: str, timeout_s: float) -> ReadyBody | Fault | None:
         """The answer; None: it was not there within `timeout_s`. Raises Fault (user) for an id without a future."""
         self._expire()
         if (future := self._futures.get(request_id)) is None:

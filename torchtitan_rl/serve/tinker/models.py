@@ -19,9 +19,9 @@ from torchtitan_rl.config.meshes import LoRAConfig
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.serve.tinker.bodies import CreateModelBody
 from torchtitan_rl.serve.tinker.faults import Fault, fault_of, user
-from torchtitan_rl.serve.tinker.futures import Answer, Futures
-from torchtitan_rl.serve.tinker.order import InOrder, Room, Start
-from torchtitan_rl.serve.tinker.saved_states import Checkpoints, ModelRecord
+from torchtitan_rl.serve.tinker.futures import Futures, ReadyBody
+from torchtitan_rl.serve.tinker.order import InOrder, QueueRoom, Start
+from torchtitan_rl.serve.tinker.saved_states import ModelRecord, SavedStates
 
 __all__ = ["Model", "ModelPlaces", "Models", "json_answer", "quietly", "ready", "then"]
 
@@ -59,8 +59,8 @@ class ModelPlaces:
         self.saving = asyncio.Lock()
         """Held from the copy of a checkpoint until it is on disk: a trainer writes one at a time."""
         self.rooms = (
-            Room(max_requests=256, max_bytes=2**26, whole=Room(max_requests=4096, max_bytes=2**28)),
-            Room(max_requests=4096, max_bytes=2**29, whole=Room(max_requests=2**14, max_bytes=2**30)),
+            QueueRoom(max_requests=256, max_bytes=2**26, whole=QueueRoom(max_requests=4096, max_bytes=2**28)),
+            QueueRoom(max_requests=4096, max_bytes=2**29, whole=QueueRoom(max_requests=2**14, max_bytes=2**30)),
         )
         """Of one model, the room for requests that came before their turn, and for those that are not answered yet; the
         whole rooms are those of all owners' models."""
@@ -142,7 +142,7 @@ class Models:
     def __init__(
         self,
         places: ModelPlaces,
-        checkpoints: Checkpoints,
+        checkpoints: SavedStates,
         futures: Futures,
         *,
         base_model: str,
@@ -267,7 +267,7 @@ class Models:
         self,
         model_id: str,
         seq_id: int | None,
-        start: Callable[[Model], Awaitable[Awaitable[Answer]]],
+        start: Callable[[Model], Awaitable[Awaitable[ReadyBody]]],
         *,
         nbytes: int = 0,
     ) -> str:
@@ -286,7 +286,7 @@ class Models:
     def refuse(self, model_id: str, seq_id: int, fault: Fault) -> str:
         """A request that is not carried out fails at its place: the SDK gives its number to no other request."""
 
-        async def start(model: Model) -> Awaitable[Answer]:
+        async def start(model: Model) -> Awaitable[ReadyBody]:
             raise fault
 
         return self.submit(model_id, seq_id, start)
@@ -300,22 +300,22 @@ class Models:
     def unload(self, model_id: str) -> str:
         """Takes a model out of the trainer, after the requests before."""
 
-        async def start(model: Model) -> Awaitable[Answer]:
+        async def start(model: Model) -> Awaitable[ReadyBody]:
             asyncio.get_running_loop().call_soon(self.remove, model, "its client asked for it")
             return ready(json_answer({"model_id": model_id, "type": "unload_model"}))
 
         return self.submit(model_id, None, start)
 
 
-def json_answer(content: dict) -> Answer:
-    return Answer(content=json.dumps(content, allow_nan=False).encode())
+def json_answer(content: dict) -> ReadyBody:
+    return ReadyBody(content=json.dumps(content, allow_nan=False).encode())
 
 
-async def ready(answer: Answer) -> Answer:
+async def ready(answer: ReadyBody) -> ReadyBody:
     return answer
 
 
-async def then(awaitable: Awaitable, content: dict) -> Answer:
+async def then(awaitable: Awaitable, content: dict) -> ReadyBody:
     await awaitable
     return json_answer(content)
 

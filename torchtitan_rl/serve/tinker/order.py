@@ -8,24 +8,24 @@ from dataclasses import dataclass, field
 
 from torchtitan_rl.serve.errors import Refused
 from torchtitan_rl.serve.tinker.faults import Fault, user
-from torchtitan_rl.serve.tinker.futures import Answer, Futures
+from torchtitan_rl.serve.tinker.futures import Futures, ReadyBody
 
-__all__ = ["InOrder", "Room"]
+__all__ = ["InOrder", "QueueRoom"]
 
-Start = Callable[[], Awaitable[Awaitable[Answer]]]
+Start = Callable[[], Awaitable[Awaitable[ReadyBody]]]
 """Submits a request to the trainer, then gives what waits for its answer."""
 
 _FAR = 100_000  # numbers ahead of the next
 
 
 @dataclass(kw_only=True, slots=True)
-class Room:
+class QueueRoom:
     """How many requests, and bytes of them, may be held; `whole` is the room of all models, of which this one is a
     part."""
 
     max_requests: int
     max_bytes: int
-    whole: Room | None = None
+    whole: QueueRoom | None = None
     requests: int = field(default=0, init=False)
     nbytes: int = field(default=0, init=False)
 
@@ -61,7 +61,7 @@ class InOrder:
     on from them. A request that is refused takes no number.
     """
 
-    def __init__(self, futures: Futures, *, ahead: Room, started: Room, gap_s: float = 360.0) -> None:
+    def __init__(self, futures: Futures, *, ahead: QueueRoom, started: QueueRoom, gap_s: float = 360.0) -> None:
         """`ahead`: the room for requests whose turn has not come; `started`: for those that are not answered yet."""
         self._futures, self._next, self._gap_s = futures, 1, gap_s
         self._ahead, self._started = ahead, started
@@ -139,7 +139,7 @@ class InOrder:
                 self._futures.start(request.request_id, self._answered(answering, request.nbytes))
             self._next += 1
 
-    async def _answered(self, answering: Awaitable[Answer], nbytes: int) -> Answer:
+    async def _answered(self, answering: Awaitable[ReadyBody], nbytes: int) -> ReadyBody:
         try:
             return await answering
         finally:

@@ -19,7 +19,7 @@ from torchtitan_rl.serve.tinker.bodies import (
     SaveWeightsBody,
 )
 from torchtitan_rl.serve.tinker.faults import fault_of, user
-from torchtitan_rl.serve.tinker.futures import Answer, Futures
+from torchtitan_rl.serve.tinker.futures import Futures, ReadyBody
 from torchtitan_rl.serve.tinker.models import Model, Models, json_answer, quietly, ready
 from torchtitan_rl.serve.tinker.samplers import Versions
 from torchtitan_rl.serve.tinker.saved_states import ModelRecord, require_intact
@@ -67,7 +67,7 @@ class ModelRequests:
         self._futures.start(request_id, self._added_and_loaded(added, model, directory, body.optimizer))
         return request_id
 
-    async def _added_and_loaded(self, added: Awaitable, model: Model, directory: Path, optimizer: bool) -> Answer:
+    async def _added_and_loaded(self, added: Awaitable, model: Model, directory: Path, optimizer: bool) -> ReadyBody:
         try:
             await added
             await require_intact(directory)
@@ -82,7 +82,7 @@ class ModelRequests:
     def train(self, request: wire.Training) -> str:
         """A forward pass, with a backward pass unless `forward_only`."""
 
-        async def start(model: Model) -> Awaitable[Answer]:
+        async def start(model: Model) -> Awaitable[ReadyBody]:
             loss, arguments = loss_requests.loss_of(request.loss_fn, request.loss_config)
             sent = loss_requests.datums(request.data, request.loss_fn, loss, vocab_size=self._models.vocab_size)
             data = loss_requests.widened(sent)
@@ -99,7 +99,7 @@ class ModelRequests:
         """An optimizer step."""
         adam = body.optim_params
 
-        async def start(model: Model) -> Awaitable[Answer]:
+        async def start(model: Model) -> Awaitable[ReadyBody]:
             if adam.type != "adamw":
                 raise user(f"optim_params.type={adam.type[:40]!r}: is not offered; use AdamParams")
             self._models.use(model)
@@ -119,7 +119,7 @@ class ModelRequests:
     def save(self, body: SaveWeightsBody) -> str:
         """A checkpoint to train on, with the optimizer's state."""
 
-        async def start(model: Model) -> Awaitable[Answer]:
+        async def start(model: Model) -> Awaitable[ReadyBody]:
             name = body.path or f"seq-{body.seq_id or 0:06d}"
             await self._saving.acquire()
             try:
@@ -151,7 +151,7 @@ class ModelRequests:
         finally:
             self._saving.release()
 
-    async def _written(self, model: Model, name: str, body: SaveWeightsBody) -> Answer:
+    async def _written(self, model: Model, name: str, body: SaveWeightsBody) -> ReadyBody:
         try:
             files = await self._trainer.checkpoint_written()
             saved = self._checkpoints.commit(
@@ -165,7 +165,7 @@ class ModelRequests:
         """Weights to sample from: with a name on disk, without one as a version of which `session_of(model, version)`
         opens a sampling session."""
 
-        async def start(model: Model) -> Awaitable[Answer]:
+        async def start(model: Model) -> Awaitable[ReadyBody]:
             if body.kind != "snapshot":
                 raise user(
                     f"kind={body.kind[:40]!r}: is not offered, the weights of a sampling client stay as they were "
@@ -193,7 +193,9 @@ class ModelRequests:
 
         return self._models.submit(body.model_id, body.seq_id, start)
 
-    async def _named(self, model: Model, version: int, writing: Path, name: Path, body: SaveForSamplerBody) -> Answer:
+    async def _named(
+        self, model: Model, version: int, writing: Path, name: Path, body: SaveForSamplerBody
+    ) -> ReadyBody:
         """Writes a published version under its name. Samplers read it from the disk, so the store drops it, unless a
         sampling session without a name has this version too."""
         try:
@@ -215,7 +217,7 @@ class ModelRequests:
     def save_external(self, body: SaveExternalBody) -> str:
         """Weights for other programs: with LoRA the adapter in PEFT's form, else the model in Hugging Face's."""
 
-        async def start(model: Model) -> Awaitable[Answer]:
+        async def start(model: Model) -> Awaitable[ReadyBody]:
             if body.age_encryption_recipients:
                 raise user("age_encryption_recipients: is not offered; leave it out, and encrypt what was downloaded")
             writing = self._checkpoints.begin(model.record, "external_weights", body.path, overwrite=body.overwrite)
@@ -247,7 +249,7 @@ class ModelRequests:
     def load(self, body: LoadWeightsBody) -> str:
         """Replaces a model's weights by a checkpoint's, and with `optimizer` its optimizer's state."""
 
-        async def start(model: Model) -> Awaitable[Answer]:
+        async def start(model: Model) -> Awaitable[ReadyBody]:
             checkpoint, directory = self._checkpoints.find(body.path, "weights")
             if checkpoint.model.lora_rank != model.record.lora_rank:
                 raise user(
@@ -259,7 +261,7 @@ class ModelRequests:
 
         return self._models.submit(str(body.model_id), body.seq_id, start)
 
-    async def _load(self, model: Model, directory: Path, optimizer: bool) -> Answer:
+    async def _load(self, model: Model, directory: Path, optimizer: bool) -> ReadyBody:
         self._models.use(model)
         version = self._models.places.next_versions()  # the weights are others: no known version may be theirs
         # Without its state the protocol's optimizer begins anew. Nothing is awaited until both calls are submitted.
@@ -272,17 +274,17 @@ class ModelRequests:
 
 async def _outputs(
     answering: Awaitable, data: list[Datum], loss_of_rows: Callable[[list[torch.Tensor]], float] | None
-) -> Answer:
+) -> ReadyBody:
     output = await answering
     loss = output.loss if loss_of_rows is None else loss_of_rows(output.policy_logprobs)
     logprobs = loss_requests.narrowed(output.policy_logprobs, data)
     metrics = {"loss:sum": loss, "tokens:sum": float(output.num_tokens)}
     for name, number in output.metrics.items():
         metrics[f"{name}:{'max' if name.endswith('_max') else 'mean'}"] = number
-    return Answer(content=wire.outputs_message(logprobs, metrics), kind="outputs")
+    return ReadyBody(content=wire.outputs_message(logprobs, metrics), kind="outputs")
 
 
-async def _stepped(answering: Awaitable) -> Answer:
+async def _stepped(answering: Awaitable) -> ReadyBody:
     output = await answering
     metrics = {
         "grad_norm:mean": output.grad_norm,

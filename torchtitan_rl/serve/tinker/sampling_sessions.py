@@ -15,13 +15,13 @@ from torchtitan_rl.serve.limits import Places
 from torchtitan_rl.serve.tinker import wire
 from torchtitan_rl.serve.tinker.bodies import SampleBody, SamplingBody
 from torchtitan_rl.serve.tinker.faults import Fault, user
-from torchtitan_rl.serve.tinker.futures import Answer, Futures
+from torchtitan_rl.serve.tinker.futures import Futures, ReadyBody
 from torchtitan_rl.serve.tinker.samplers import Turns, Versions
-from torchtitan_rl.serve.tinker.saved_states import Checkpoints
+from torchtitan_rl.serve.tinker.saved_states import SavedStates
 from torchtitan_rl.tasks.family import stream
 from torchtitan_rl.types import WITHOUT_ADAPTERS, Completion, SamplingParams
 
-__all__ = ["BASE_VERSION", "Generators", "Sampler", "Sampling"]
+__all__ = ["BASE_VERSION", "Generators", "SessionWeights", "Sampling"]
 
 BASE_VERSION = 0
 _MAX_SAMPLES = 1024
@@ -29,7 +29,7 @@ _MAX_STOPS = 64
 
 
 @dataclass(kw_only=True, slots=True)
-class Sampler:
+class SessionWeights:
     """Weights to sample from, under the id of a sampling session."""
 
     sampler_id: str
@@ -59,7 +59,7 @@ class Sampling:
     def __init__(
         self,
         generators: Generators,
-        checkpoints: Checkpoints,
+        checkpoints: SavedStates,
         futures: Futures,
         *,
         base_model: str,
@@ -70,18 +70,18 @@ class Sampling:
         self.turns, self._places, self._loaded = generators.turns, generators.places, generators.loaded
         self._checkpoints, self._futures = checkpoints, futures
         self._base_model, self._context_tokens, self._vocab_size = base_model, context_tokens, vocab_size
-        self.samplers: dict[str, Sampler] = {}
+        self.samplers: dict[str, SessionWeights] = {}
 
     def open(
         self, sampler_id: str, session_id: str, *, base_model: str | None, model_path: str | None, version: int | None
-    ) -> Sampler:
+    ) -> SessionWeights:
         """A sampling session, of a checkpoint, of the base model, or of a version. Raises Fault for another base model
         and for a checkpoint that is not there."""
         if sampler_id in self.samplers:
             return self.samplers[sampler_id]
         if version is None:
             version = self._version(base_model, model_path)
-        sampler = Sampler(sampler_id=sampler_id, session_id=session_id, version=version, model_path=model_path)
+        sampler = SessionWeights(sampler_id=sampler_id, session_id=session_id, version=version, model_path=model_path)
         self.samplers[sampler_id] = sampler
         self._versions.add_sampler(version)
         return sampler
@@ -135,7 +135,7 @@ class Sampling:
 
     async def _answered(
         self, body: SampleBody, version: int, tokens: list[int], params: list[SamplingParams]
-    ) -> Answer:
+    ) -> ReadyBody:
         try:
             turn = nullcontext() if self.turns is None else self.turns.of(version)
             async with self._versions.published(version), turn:
@@ -143,7 +143,9 @@ class Sampling:
         finally:
             self._places.give(body.num_samples)
 
-    async def _answer(self, body: SampleBody, version: int, tokens: list[int], params: list[SamplingParams]) -> Answer:
+    async def _answer(
+        self, body: SampleBody, version: int, tokens: list[int], params: list[SamplingParams]
+    ) -> ReadyBody:
         samples = [self.generator.sample(tokens, sample_params, policy_version=version) for sample_params in params]
         scoring = len(tokens) > 1
         scores = self.generator.score(tokens, policy_version=version) if body.prompt_logprobs and scoring else _none()
@@ -162,7 +164,7 @@ class Sampling:
             prompt_logprobs = [None, *(scored or [])]
             if (last := body.prompt_logprobs_last_n) is not None:
                 prompt_logprobs = [None] * (len(tokens) - last) + prompt_logprobs[len(tokens) - last :]
-        return Answer(
+        return ReadyBody(
             content=wire.sample_message(
                 completions, prompt_logprobs=prompt_logprobs, top_prompt=top_prompt, top_sampled=top_sampled
             ),

@@ -23,7 +23,7 @@ from pydantic import AfterValidator, TypeAdapter, ValidationError
 from torchtitan_rl.serve.tinker.faults import Fault, user
 from torchtitan_rl.weights.checkpoint import checksums, damage, has_checksums, write_checksums
 
-__all__ = ["Checkpoint", "Checkpoints", "KINDS", "ModelRecord", "RECORDS", "require_intact"]
+__all__ = ["Checkpoint", "SavedStates", "KINDS", "ModelRecord", "RECORDS", "require_intact"]
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class Checkpoint:
 _RECORD, _MODEL_RECORD = TypeAdapter(Checkpoint), TypeAdapter(ModelRecord)
 
 
-class Checkpoints:
+class SavedStates:
     """The checkpoints below a directory."""
 
     def __init__(self, root: Path) -> None:

@@ -22,14 +22,14 @@ from torchtitan_rl.serve.tinker.models import Model, ModelPlaces, Models
 from torchtitan_rl.serve.tinker.owners import EVERYBODY
 from torchtitan_rl.serve.tinker.requests import ModelRequests
 from torchtitan_rl.serve.tinker.samplers import Versions
-from torchtitan_rl.serve.tinker.sampling_sessions import BASE_VERSION, Generators, Sampler, Sampling
-from torchtitan_rl.serve.tinker.saved_states import Checkpoint, Checkpoints
+from torchtitan_rl.serve.tinker.sampling_sessions import BASE_VERSION, Generators, Sampling, SessionWeights
+from torchtitan_rl.serve.tinker.saved_states import Checkpoint, SavedStates
 
-__all__ = ["Limits", "Served", "Server", "Service"]
+__all__ = ["TinkerLimits", "ServedModel", "Server", "Service"]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Limits:
+class TinkerLimits:
     """Limits of one server, whoever asks."""
 
     max_models: int = 8
@@ -62,7 +62,7 @@ class Limits:
 
 
 @dataclass(kw_only=True, slots=True)
-class Served:
+class ServedModel:
     """The model that is served."""
 
     base_model: str
@@ -99,12 +99,12 @@ class Server:
 
     def __init__(
         self,
-        served: Served,
+        served: ServedModel,
         trainer: TrainingClient,
         versions: PolicyVersions,
         generator: SamplingClient,
         directory: Path,
-        limits: Limits,
+        limits: TinkerLimits,
     ) -> None:
         self.served, self.limits = served, limits
         self._directory = directory
@@ -149,7 +149,7 @@ class Service:
         """`directory`: where the owner's checkpoints are."""
         served = server.served
         self.served, self.limits, self.owner, self.downloads = served, server.limits, owner, server.downloads
-        self.futures, self.checkpoints = Futures(server.shelf), Checkpoints(directory)
+        self.futures, self.checkpoints = Futures(server.shelf), SavedStates(directory)
         self.futures.on_server_fault = lambda error: server.on_server_fault(error)
         self.models = Models(
             server.places,
@@ -235,7 +235,7 @@ class Service:
 
     # Sampling sessions.
 
-    def open_sampler(self, body: SamplerBody) -> Sampler:
+    def open_sampler(self, body: SamplerBody) -> SessionWeights:
         self.require_session(body.session_id)
         return self.sampling.open(
             f"{body.session_id}:sample:{body.sampling_session_seq_id}",
@@ -261,7 +261,7 @@ class Service:
 
         return self.requests.save_for_sampler(body, session_of)
 
-    def sampler(self, sampler_id: str) -> Sampler:
+    def sampler(self, sampler_id: str) -> SessionWeights:
         """Raises Fault (404) for a sampling session that is not open."""
         if (sampler := self.sampling.samplers.get(sampler_id)) is None:
             raise user(f"sampler={sampler_id[:120]!r}: is not open; create a sampling client", status=404)

@@ -29,7 +29,7 @@ from typing import Any
 
 from torchtitan_rl.tasks.sandbox import inside, seccomp
 from torchtitan_rl.tasks.sandbox.outside import ANSWER_S, Process1, readable_paths
-from torchtitan_rl.tasks.sandbox.sandbox import Connect, Finished, Limits, SandboxError
+from torchtitan_rl.tasks.sandbox.sandbox import Connect, Finished, SandboxError, SandboxLimits
 
 __all__ = ["Bubblewrap", "problem", "visible"]
 
@@ -73,12 +73,12 @@ class Bubblewrap:
     directory = inside.DIRECTORY
     python = sys.executable
 
-    def __init__(self, limits: Limits, process: asyncio.subprocess.Process, process_1: Process1) -> None:
+    def __init__(self, limits: SandboxLimits, process: asyncio.subprocess.Process, process_1: Process1) -> None:
         self.limits, self._process, self._process_1 = limits, process, process_1
 
     @classmethod
     async def start(
-        cls, limits: Limits, *, read_only: Sequence[str] = (), gateway: str = "", connect: Connect | None = None
+        cls, limits: SandboxLimits, *, read_only: Sequence[str] = (), gateway: str = "", connect: Connect | None = None
     ) -> Bubblewrap:
         """A sandbox in which nothing runs yet. `connect` reaches the gateway; None: at its address. Raises SandboxError
         where bwrap does not start, ValueError for a path of `read_only` that does not exist."""

@@ -13,7 +13,7 @@ from torchtitan_rl.tasks.sandbox.bubblewrap import Bubblewrap
 from torchtitan_rl.tasks.sandbox.container import Container, ContainerOptions
 from torchtitan_rl.tasks.sandbox.outside import readable_paths
 from torchtitan_rl.tasks.sandbox.plain import Plain, no_isolation
-from torchtitan_rl.tasks.sandbox.sandbox import Connect, Limits, Sandbox
+from torchtitan_rl.tasks.sandbox.sandbox import Connect, Sandbox, SandboxLimits
 
 __all__ = ["SandboxConfig", "check_each"]
 
@@ -80,8 +80,8 @@ class SandboxConfig:
             raise RuntimeError(f"{setting}.kind={self.kind!r}: {reason}")
 
     @property
-    def limits(self) -> Limits:
-        return Limits(
+    def limits(self) -> SandboxLimits:
+        return SandboxLimits(
             memory_bytes=int(self.memory_gib * 2**30),
             disk_bytes=int(self.max_disk_mib * 2**20),
             output_bytes=int(self.max_output_mib * 2**20),

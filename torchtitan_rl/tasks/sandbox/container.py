@@ -30,7 +30,7 @@ from pathlib import Path
 
 from torchtitan_rl.tasks.sandbox import inside, seccomp
 from torchtitan_rl.tasks.sandbox.outside import ANSWER_S, Process1, readable_paths
-from torchtitan_rl.tasks.sandbox.sandbox import Connect, Finished, Limits, SandboxError
+from torchtitan_rl.tasks.sandbox.sandbox import Connect, Finished, SandboxError, SandboxLimits
 
 __all__ = ["Container", "ContainerOptions", "command_line", "missing_image", "problem"]
 
@@ -91,7 +91,7 @@ class ContainerOptions:
 _without_problem: set[ContainerOptions] = set()
 
 
-def problem(options: ContainerOptions, limits: Limits) -> str:
+def problem(options: ContainerOptions, limits: SandboxLimits) -> str:
     """Why this machine cannot run such a container, with what to do; empty where it can. Starts two, once for each set
     of options: a second with podman."""
     engine, image = options.engine, options.image
@@ -152,7 +152,7 @@ class Container:
     def __init__(
         self,
         options: ContainerOptions,
-        limits: Limits,
+        limits: SandboxLimits,
         name: str,
         process_1: Process1,
         pidfd: int,
@@ -164,7 +164,7 @@ class Container:
 
     @classmethod
     async def start(
-        cls, options: ContainerOptions, limits: Limits, *, gateway: str = "", connect: Connect | None = None
+        cls, options: ContainerOptions, limits: SandboxLimits, *, gateway: str = "", connect: Connect | None = None
     ) -> Container:
         """A sandbox in which nothing runs yet. `connect` reaches the gateway; None: at its address. Raises SandboxError
         where the engine does not start it, ValueError for a path of `read_only` that does not exist."""
@@ -223,7 +223,7 @@ class Container:
 
 
 def command_line(
-    options: ContainerOptions, limits: Limits, *, name: str, shared: str, detached: bool = True
+    options: ContainerOptions, limits: SandboxLimits, *, name: str, shared: str, detached: bool = True
 ) -> list[str]:
     """The engine with its options and the image's Python, which runs process 1; not detached: Python alone, for words
     that follow."""
@@ -255,12 +255,12 @@ def command_line(
     return line
 
 
-def _processes(limits: Limits) -> int:
+def _processes(limits: SandboxLimits) -> int:
     """Of a command, and process 1."""
     return limits.processes + 1
 
 
-def _memory_bytes(limits: Limits) -> int:
+def _memory_bytes(limits: SandboxLimits) -> int:
     """Memory of a whole container, of which its files are a part. `limits.memory_bytes` are looked at by process 1."""
     return limits.memory_bytes + limits.disk_bytes + _OWN_BYTES
 
@@ -355,7 +355,7 @@ async def _abandoned(engine: str, name: str, launch: asyncio.Task[str]) -> None:
         logger.warning("sandbox: %s did not remove container %s within %g s", engine, name, _ENGINE_S)
 
 
-async def _started_and_closed(options: ContainerOptions, limits: Limits) -> None:
+async def _started_and_closed(options: ContainerOptions, limits: SandboxLimits) -> None:
     await (await Container.start(options, limits)).close()
 
 

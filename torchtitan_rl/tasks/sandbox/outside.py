@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from torchtitan_rl.tasks.sandbox import inside
-from torchtitan_rl.tasks.sandbox.sandbox import Connect, Finished, Limits, SandboxError, check_name
+from torchtitan_rl.tasks.sandbox.sandbox import Connect, Finished, SandboxError, SandboxLimits, check_name
 
 __all__ = ["ANSWER_S", "Process1", "readable_paths"]
 
@@ -54,7 +54,7 @@ class Process1:
     async def meet(
         cls,
         stream: socket.socket,
-        limits: Limits,
+        limits: SandboxLimits,
         *,
         env: Mapping[str, str],
         gateway: str = "",

@@ -23,7 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from torchtitan_rl.tasks import process_tree
-from torchtitan_rl.tasks.sandbox.sandbox import Finished, Limits, SandboxError, check_name
+from torchtitan_rl.tasks.sandbox.sandbox import Finished, SandboxError, SandboxLimits, check_name
 
 __all__ = ["Plain", "no_isolation"]
 
@@ -55,7 +55,7 @@ class Plain:
 
     python = sys.executable
 
-    def __init__(self, limits: Limits, *, isolated: bool) -> None:
+    def __init__(self, limits: SandboxLimits, *, isolated: bool) -> None:
         self.limits, self._isolated, self._mark = limits, isolated, uuid.uuid4().hex
         self._directory = _directory()
         self.directory = str(self._directory)

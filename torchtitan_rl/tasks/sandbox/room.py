@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Room", "roomiest"]
+__all__ = ["SandboxRoom", "roomiest"]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Room:
-    """What a host has and what its sandboxes may use. Example: `Room(num_cores=64, free_bytes=2**36)`."""
+class SandboxRoom:
+    """What a host has and what its sandboxes may use. Example: `SandboxRoom(num_cores=64, free_bytes=2**36)`."""
 
     num_cores: int
     free_bytes: int
@@ -27,7 +27,7 @@ class Room:
         return max((self.num_running + 1) / self.num_cores, memory_load)
 
 
-def roomiest(rooms: Sequence[Room | None], memory_bytes: int) -> int:
+def roomiest(rooms: Sequence[SandboxRoom | None], memory_bytes: int) -> int:
     """The index of the host whose load is least with one more sandbox, the first of equals. None: a host that is lost.
     Raises ValueError where all are lost."""
     there = [index for index, room in enumerate(rooms) if room is not None]

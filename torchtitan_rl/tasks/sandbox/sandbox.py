@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["Connect", "Finished", "Limits", "Sandbox", "SandboxError", "check_name"]
+__all__ = ["Connect", "Finished", "SandboxLimits", "Sandbox", "SandboxError", "check_name"]
 
 
 Connect = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
@@ -20,7 +20,7 @@ class SandboxError(RuntimeError):
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Limits:
+class SandboxLimits:
     """What the commands of one sandbox may use: the numbers of a `SandboxConfig` in bytes and seconds."""
 
     memory_bytes: int
@@ -59,7 +59,7 @@ class Sandbox(Protocol):
     """The private directory, as commands see it."""
     python: str
     """The Python that commands may start: this process's, or an image's own."""
-    limits: Limits
+    limits: SandboxLimits
 
     async def write(self, files: Mapping[str, bytes]) -> None:
         """Writes files by their names below `directory`, in place of what has these names. Raises SandboxError where a

@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any
 
 from torchtitan_rl.tools.bench.measurement import OURS, interval
-from torchtitan_rl.tools.timeline.reading import Piece, Timeline
+from torchtitan_rl.tools.timeline.reading import Timeline, TimelineSpan
 from torchtitan_rl.tools.timeline.step_spans import steps_of
 
 __all__ = ["Start", "StartMeasurement", "measure_start"]
@@ -149,7 +149,7 @@ def _parts(timeline: Timeline, began_ns: int, end_s: float) -> dict[str, float]:
     return parts
 
 
-def _label(piece: Piece, names: dict[int, str]) -> str:
+def _label(piece: TimelineSpan, names: dict[int, str]) -> str:
     if piece.name != "step":
         return piece.name
     loop = names[piece.parent]

@@ -10,15 +10,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FILE", "Certificate", "Check", "missing_certificate", "text_hash", "versions"]
+__all__ = ["FILE", "Certificate", "CertificateLine", "missing_certificate", "text_hash", "versions"]
 
 FILE = "certificate.json"
 _PACKAGES = ("torch", "torchtitan", "transformers", "vllm")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Check:
-    """One line. Example: `Check(name="gradients", difference=3e-6, tolerance=1e-4, part="norm.weight")`.
+class CertificateLine:
+    """One line. Example: `CertificateLine(name="gradients", difference=3e-6, tolerance=1e-4, part="norm.weight")`.
 
     `difference` None: the check was not run, and `note` says why.
     """
@@ -51,14 +51,14 @@ class Certificate:
     """What was certified: a directory's name, or the family's."""
     config_sha256: str
     """`text_hash` of the config.json."""
-    checks: tuple[Check, ...]
+    checks: tuple[CertificateLine, ...]
     seconds: float
     made: str
     """When: an ISO date and time."""
     versions: dict[str, str]
 
     @property
-    def broken(self) -> Check | None:
+    def broken(self) -> CertificateLine | None:
         """The first broken line; None: everything holds."""
         return next((check for check in self.checks if check.broken), None)
 

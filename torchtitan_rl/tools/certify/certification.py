@@ -23,7 +23,7 @@ from torchtitan_rl.tools.certify import (
     sync_checks,
     token_checks,
 )
-from torchtitan_rl.tools.certify.certificate import Check
+from torchtitan_rl.tools.certify.certificate import CertificateLine
 from torchtitan_rl.tools.certify.subject import CALL_S, Subject
 from torchtitan_rl.tools.certify.token_checks import GreedyTokens
 from torchtitan_rl.weights.versioned import MemoryStore
@@ -75,7 +75,7 @@ class Certification:
     def export(self) -> Path:
         return self.scratch / "export"
 
-    async def trainer(self) -> AsyncIterator[Check]:
+    async def trainer(self) -> AsyncIterator[CertificateLine]:
         """A trainer of one rank beside transformers."""
         subject = self.subject
         yield (names := forward_checks.check_names(subject))
@@ -92,7 +92,7 @@ class Certification:
             yield await gradient_checks.check_packing(subject, trainer)
             self.one_rank = await gradient_checks.gradients(subject, trainer)
 
-    async def engine(self) -> AsyncIterator[Check]:
+    async def engine(self) -> AsyncIterator[CertificateLine]:
         """The trainer's model inside vLLM: before and after a step, and an export."""
         subject, title = self.subject, "engine (torchtitan)"
         async with self.stack() as stack:
@@ -108,12 +108,12 @@ class Certification:
             yield await sync_checks.check_logprobs_after_step(subject, stack, title)
             yield await sync_checks.check_cache(subject, stack, "prefix cache: an old one is not read after a sync")
 
-    async def vllm(self) -> AsyncIterator[Check]:
+    async def vllm(self) -> AsyncIterator[CertificateLine]:
         """vLLM's own model: of the export, and with the trainer's weights sent to it."""
         assert self.greedy is not None
         yield token_checks.check_vllm_alone(self.subject, self.greedy, self.export)
         if refusal := run_checks.refusal(self.subject, self.scratch / "run", model_impl="vllm"):
-            yield Check(name="engine (vllm)", difference=None, note=refusal)
+            yield CertificateLine(name="engine (vllm)", difference=None, note=refusal)
             return
         async with self.stack(model_impl="vllm") as stack:
             await stack.generator.pull_newest()
@@ -124,11 +124,13 @@ class Certification:
             await stack.generator.pull_newest()
             yield await sync_checks.check_logprobs_after_step(self.subject, stack, "engine (vllm)")
 
-    async def adapters(self) -> AsyncIterator[Check]:
+    async def adapters(self) -> AsyncIterator[CertificateLine]:
         """LoRA, on a device that trainer and engine share."""
         lora = lora_checks.adapters_of(self.subject.shape)
         if not lora.target_modules:
-            yield Check(name="LoRA", difference=None, note=f"no layer of a {self.subject.shape.name} has adapters")
+            yield CertificateLine(
+                name="LoRA", difference=None, note=f"no layer of a {self.subject.shape.name} has adapters"
+            )
             return
         async with self.stack(lora=lora, colocation="all") as stack:
             async for check in lora_checks.check_adapters(self.subject, stack, self.scratch / "merged"):
@@ -137,7 +139,7 @@ class Certification:
                 self.subject, stack, "prefix cache: a sleeping one is not read after a sync"
             )
 
-    async def run(self) -> AsyncIterator[Check]:
+    async def run(self) -> AsyncIterator[CertificateLine]:
         """What a run adds."""
         async with self.launcher() as launcher:
             mesh = await launcher.start_trainer(self.subject.trainer(), self.subject.model, role="critic", seed=0)
@@ -145,14 +147,14 @@ class Certification:
         for check in await run_checks.check_grpo(self.subject, self.scratch / "run"):
             yield check
 
-    async def meshes(self) -> AsyncIterator[Check]:
+    async def meshes(self) -> AsyncIterator[CertificateLine]:
         """Trainers of several ranks, each a process."""
         async for check in gradient_checks.check_layouts(
             self.subject, self.layouts, str(self.scratch / "logs"), self.one_rank
         ):
             yield check
         if (2, 2) not in self.layouts:
-            yield Check(
+            yield CertificateLine(
                 name="gradients: FSDP 2, TP 2 = one rank", difference=None, note="four processes: --layouts 2x2"
             )
 
@@ -164,14 +166,14 @@ async def certify(
     layouts: tuple[tuple[int, int], ...] = LAYOUTS,
     store: Callable[[], MemoryStore] = MemoryStore,
     note: Callable[[str], None] = lambda title: None,
-) -> tuple[Check, ...]:
+) -> tuple[CertificateLine, ...]:
     """The checks of the small model that `hf` describes, which trainer and engine build as `shape`. `note` is called
     with the name of each stage."""
-    checks: list[Check] = []
+    checks: list[CertificateLine] = []
     with tempfile.TemporaryDirectory(prefix="torchtitan-rl-", ignore_cleanup_errors=True) as scratch:
         subject = Subject.of(shape, hf, Path(scratch))
         certification = Certification(subject=subject, scratch=Path(scratch), layouts=layouts, store=store)
-        stages: dict[str, Callable[[], AsyncIterator[Check]]] = {
+        stages: dict[str, Callable[[], AsyncIterator[CertificateLine]]] = {
             "trainer": certification.trainer,
             "engine": certification.engine,
             "vLLM's own model": certification.vllm,
@@ -181,20 +183,20 @@ async def certify(
         }
         for title, stage in stages.items():
             if any(check.broken for check in checks):
-                checks.append(Check(name=title, difference=None, note="not run: a line above is broken"))
+                checks.append(CertificateLine(name=title, difference=None, note="not run: a line above is broken"))
                 continue
             note(title)
             checks += await _of_stage(title, stage)
     return tuple(checks)
 
 
-async def _of_stage(title: str, stage: Callable[[], AsyncIterator[Check]]) -> list[Check]:
+async def _of_stage(title: str, stage: Callable[[], AsyncIterator[CertificateLine]]) -> list[CertificateLine]:
     """The checks of a stage. What it raises is a broken line: the model at hand may be one that cannot be built."""
-    checks: list[Check] = []
+    checks: list[CertificateLine] = []
     try:
         async for check in stage():
             checks.append(check)
     except Exception as error:
         text = next(iter(str(error).splitlines()), "")
-        checks.append(Check(name=title, difference=math.inf, note=f"{type(error).__name__}: {text}"))
+        checks.append(CertificateLine(name=title, difference=math.inf, note=f"{type(error).__name__}: {text}"))
     return checks

@@ -12,7 +12,7 @@ import torch
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.tools.certify.broken_part import broken_part, plain_model
-from torchtitan_rl.tools.certify.certificate import Check
+from torchtitan_rl.tools.certify.certificate import CertificateLine
 from torchtitan_rl.tools.certify.largest_difference import LOGPROBS, of_pairs, of_states
 from torchtitan_rl.tools.certify.reference_model import ReferenceModel, tensors_of
 from torchtitan_rl.tools.certify.subject import Subject
@@ -31,7 +31,7 @@ __all__ = [
 _PACKING = "layers.*.attention.inner_attention (documents packed together see each other)"
 
 
-def check_names(subject: Subject) -> Check:
+def check_names(subject: Subject) -> CertificateLine:
     """The tensors that the family's model has are those that transformers wrote: nothing is left over, nothing is
     missing. Shapes too."""
     name = "weights: names and shapes of transformers' safetensors"
@@ -41,21 +41,21 @@ def check_names(subject: Subject) -> Check:
     expected = {n: torch.tensor(t.shape) for n, t in written.items()}
     if missing := expected.keys() - shapes.keys():
         words = f"{len(missing)} tensors of the safetensors are read into no parameter"
-        return Check(name=name, difference=math.inf, part=min(missing), note=words)
+        return CertificateLine(name=name, difference=math.inf, part=min(missing), note=words)
     if extra := shapes.keys() - expected.keys():
         words = f"{len(extra)} tensors of the model are not in the safetensors"
-        return Check(name=name, difference=math.inf, part=min(extra), note=words)
+        return CertificateLine(name=name, difference=math.inf, part=min(extra), note=words)
     return of_states(name, shapes, expected, 0.0)
 
 
-async def check_weights(subject: Subject, trainer: TrainingClient) -> Check:
+async def check_weights(subject: Subject, trainer: TrainingClient) -> CertificateLine:
     """What the trainer holds, after it has read transformers' safetensors, is what they hold."""
     _, adapter = plain_model(subject.shape)
     state = adapter.to_hf(await trainer.parameters())
     return of_states("weights: trainer = transformers' safetensors", state, tensors_of(subject.directory), 0.0)
 
 
-async def check_trainer(subject: Subject, trainer: TrainingClient) -> AsyncIterator[Check]:
+async def check_trainer(subject: Subject, trainer: TrainingClient) -> AsyncIterator[CertificateLine]:
     """Log-probabilities of the trainer, at short and at long positions."""
     for words, documents in _documents(subject).items():
         name = f"{words}: trainer = transformers"
@@ -68,19 +68,21 @@ async def check_trainer(subject: Subject, trainer: TrainingClient) -> AsyncItera
         yield check
 
 
-async def _trainer_check(name: str, subject: Subject, trainer: TrainingClient, documents: list[list[int]]) -> Check:
+async def _trainer_check(
+    name: str, subject: Subject, trainer: TrainingClient, documents: list[list[int]]
+) -> CertificateLine:
     rows = await trainer_logprobs(trainer, subject, documents)
     return of_pairs(name, named(subject.reference, documents, rows), LOGPROBS)
 
 
-async def check_engine(subject: Subject, generator: SamplingClient, title: str) -> AsyncIterator[Check]:
+async def check_engine(subject: Subject, generator: SamplingClient, title: str) -> AsyncIterator[CertificateLine]:
     """Log-probabilities of an engine, at short and at long positions."""
     for words, documents in _documents(subject).items():
         rows = await engine_logprobs(generator, documents)
         yield of_pairs(f"{words}: {title} = transformers", named(subject.reference, documents, rows), LOGPROBS)
 
 
-async def check_documents_apart(subject: Subject, trainer: TrainingClient) -> Check:
+async def check_documents_apart(subject: Subject, trainer: TrainingClient) -> CertificateLine:
     """Log-probabilities of documents that are packed together, where another document changes between them."""
     documents = subject.documents
     changed = [[3 + (token + 7) % (subject.shape.vocab_size - 3) for token in document] for document in documents]

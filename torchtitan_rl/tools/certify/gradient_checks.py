@@ -12,7 +12,7 @@ from torchtitan_rl.dispatch.mesh_training_client import MeshTrainingClient
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.launch.actors import ActorLauncher
 from torchtitan_rl.tools.certify.broken_part import plain_model
-from torchtitan_rl.tools.certify.certificate import Check
+from torchtitan_rl.tools.certify.certificate import CertificateLine
 from torchtitan_rl.tools.certify.largest_difference import of_states
 from torchtitan_rl.tools.certify.subject import CALL_S, Subject
 from torchtitan_rl.types import OptimParams
@@ -46,7 +46,7 @@ def _by_state(subject: Subject, by_parameter: dict[str, torch.Tensor | None]) ->
     return {name: tensor for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
 
 
-async def check_gradients(subject: Subject, trainer: TrainingClient) -> Check:
+async def check_gradients(subject: Subject, trainer: TrainingClient) -> CertificateLine:
     _, adapter = plain_model(subject.shape)
     expected = adapter.from_hf(subject.reference.gradients(subject.documents, subject.weights(subject.documents)))
     state = await gradients(subject, trainer)
@@ -55,20 +55,20 @@ async def check_gradients(subject: Subject, trainer: TrainingClient) -> Check:
     return of_states("gradients: trainer = transformers", state, expected, _AUTOGRAD, relative=True)
 
 
-async def check_packing(subject: Subject, trainer: TrainingClient) -> Check:
+async def check_packing(subject: Subject, trainer: TrainingClient) -> CertificateLine:
     together, apart = await gradients(subject, trainer), await gradients(subject, trainer, apart=True)
     return of_states("gradients: documents packed = one by one", together, apart, _LAYOUTS, relative=True)
 
 
 async def check_layouts(
     subject: Subject, layouts: Sequence[tuple[int, int]], log_dir: str, expected: dict[str, torch.Tensor]
-) -> AsyncIterator[Check]:
+) -> AsyncIterator[CertificateLine]:
     """Gradients of meshes of (FSDP, TP) ranks, each rank a process, beside those of one rank."""
     for shard, tensor in layouts:
         name = f"gradients: FSDP {shard}, TP {tensor} = one rank"
         uncut = [f"{part}={size}" for part, size in subject.shape.cut_sizes.items() if size % tensor]
         if uncut:
-            yield Check(name=name, difference=None, note=f"TP {tensor} does not divide {', '.join(uncut)}")
+            yield CertificateLine(name=name, difference=None, note=f"TP {tensor} does not divide {', '.join(uncut)}")
             continue
         launcher = ActorLauncher(log_dir=log_dir, start_timeout_s=CALL_S, call_timeout_s=CALL_S)
         try:

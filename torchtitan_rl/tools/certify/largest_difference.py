@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from torchtitan_rl.tools.certify.certificate import Check
+from torchtitan_rl.tools.certify.certificate import CertificateLine
 
 __all__ = ["LOGPROBS", "of_pairs", "of_states"]
 
@@ -17,7 +17,7 @@ LOGPROBS = 2e-5
 
 def of_pairs(
     name: str, pairs: Iterable[tuple[str, torch.Tensor, torch.Tensor]], tolerance: float, *, relative: bool = False
-) -> Check:
+) -> CertificateLine:
     """The pairs are (part, tensor, expected tensor). `relative`: to the largest number of the expected tensor. A part
     whose difference is not a number, or whose shapes differ, has an infinite difference."""
     largest, where = 0.0, ""
@@ -32,8 +32,8 @@ def of_pairs(
         if difference > largest or not where:
             largest, where = difference, part
     if not where:
-        return Check(name=name, difference=math.inf, tolerance=tolerance, note="there was nothing to compare")
-    return Check(name=name, difference=largest, tolerance=tolerance, part=where if largest else "")
+        return CertificateLine(name=name, difference=math.inf, tolerance=tolerance, note="there was nothing to compare")
+    return CertificateLine(name=name, difference=largest, tolerance=tolerance, part=where if largest else "")
 
 
 def of_states(
@@ -43,9 +43,9 @@ def of_states(
     tolerance: float,
     *,
     relative: bool = False,
-) -> Check:
+) -> CertificateLine:
     """Tensors by name, which must be the same names."""
     for absent, words in ((expected.keys() - state.keys(), "is missing"), (state.keys() - expected.keys(), "is extra")):
         if absent:
-            return Check(name=name, difference=math.inf, tolerance=tolerance, part=min(absent), note=words)
+            return CertificateLine(name=name, difference=math.inf, tolerance=tolerance, part=min(absent), note=words)
     return of_pairs(name, ((n, state[n], expected[n]) for n in sorted(expected)), tolerance, relative=relative)

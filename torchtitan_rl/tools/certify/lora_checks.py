@@ -8,7 +8,7 @@ from pathlib import Path
 from torchtitan_rl.config.meshes import LoRAConfig
 from torchtitan_rl.families import DecoderShape
 from torchtitan_rl.launch.backend import Stack
-from torchtitan_rl.tools.certify.certificate import Check
+from torchtitan_rl.tools.certify.certificate import CertificateLine
 from torchtitan_rl.tools.certify.forward_checks import engine_logprobs, named, trainer_logprobs
 from torchtitan_rl.tools.certify.largest_difference import LOGPROBS, of_pairs
 from torchtitan_rl.tools.certify.reference_model import ReferenceModel
@@ -27,7 +27,7 @@ def adapters_of(shape: DecoderShape) -> LoRAConfig:
     return LoRAConfig(rank=4, alpha=8.0, target_modules=targets)
 
 
-async def check_adapters(subject: Subject, stack: Stack, directory: Path) -> AsyncIterator[Check]:
+async def check_adapters(subject: Subject, stack: Stack, directory: Path) -> AsyncIterator[CertificateLine]:
     trainer, documents = stack.roles["policy"], subject.documents
     for _ in range(2):  # the first step moves B alone, which begins at zero
         await take_step(subject, stack)
@@ -35,7 +35,7 @@ async def check_adapters(subject: Subject, stack: Stack, directory: Path) -> Asy
     rows = await trainer_logprobs(trainer, subject, documents)
     base = of_pairs("", named(subject.reference, documents, rows), LOGPROBS)
     if not (base.difference or 0.0) > _MOVED:
-        yield Check(
+        yield CertificateLine(
             name="LoRA: adapters change the model", difference=1.0, part="adapters", note="training did nothing"
         )
         return

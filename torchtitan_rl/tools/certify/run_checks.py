@@ -14,7 +14,7 @@ from torchtitan_rl.algorithm.losses import value_loss
 from torchtitan_rl.config import RunConfig, SamplingConfig, SupervisedConfig
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.tasks.letter_sort import LetterSort
-from torchtitan_rl.tools.certify.certificate import Check
+from torchtitan_rl.tools.certify.certificate import CertificateLine
 from torchtitan_rl.tools.certify.largest_difference import LOGPROBS, of_pairs
 from torchtitan_rl.tools.certify.subject import Subject
 from torchtitan_rl.types import Datum, OptimParams, Task
@@ -22,7 +22,7 @@ from torchtitan_rl.types import Datum, OptimParams, Task
 __all__ = ["check_critic", "check_grpo", "refusal"]
 
 
-async def check_critic(subject: Subject, critic: TrainingClient) -> Check:
+async def check_critic(subject: Subject, critic: TrainingClient) -> CertificateLine:
     """A critic's values after one step. Its head begins at zero, so the step moves the head alone, and its values are
     the product of that head and transformers' hidden states."""
     data = [_with_returns(datum) for datum in subject.data(subject.documents)]
@@ -35,7 +35,9 @@ async def check_critic(subject: Subject, critic: TrainingClient) -> Check:
         for d, row in zip(subject.documents, values, strict=True)
     ]
     if not head.abs().max() > 0:
-        return Check(name="critic: values", difference=math.inf, part="lm_head", note="the value head does not learn")
+        return CertificateLine(
+            name="critic: values", difference=math.inf, part="lm_head", note="the value head does not learn"
+        )
     return of_pairs("critic: values = transformers' states x head", pairs, LOGPROBS, relative=True)
 
 
@@ -73,7 +75,7 @@ def refusal(subject: Subject, output_dir: Path, *, model_impl: Literal["torchtit
     return ""
 
 
-async def check_grpo(subject: Subject, output_dir: Path) -> list[Check]:
+async def check_grpo(subject: Subject, output_dir: Path) -> list[CertificateLine]:
     """One step by the controller: sampled, judged, trained on, published."""
     from torchtitan_rl.train.controller import Controller
 
@@ -84,14 +86,16 @@ async def check_grpo(subject: Subject, output_dir: Path) -> list[Check]:
     return _of_metrics(line)
 
 
-def _of_metrics(line: dict[str, Any]) -> list[Check]:
+def _of_metrics(line: dict[str, Any]) -> list[CertificateLine]:
     name = "one GRPO step: every metric is a finite number"
     if bad := sorted(n for n, value in line.items() if isinstance(value, float) and not math.isfinite(value)):
-        return [Check(name=name, difference=float(len(bad)), part=bad[0])]
+        return [CertificateLine(name=name, difference=float(len(bad)), part=bad[0])]
     if not line["reward/std"] > 0 or not line["optim/grad_norm"] > 0:
-        return [Check(name=name, difference=math.inf, note="the step has nothing to learn from")]
+        return [CertificateLine(name=name, difference=math.inf, note="the step has nothing to learn from")]
     difference = float(line["mismatch/logprob_diff_max"])
     return [
-        Check(name=name, difference=0.0),
-        Check(name="one GRPO step: engine = trainer on sampled tokens", difference=difference, tolerance=LOGPROBS),
+        CertificateLine(name=name, difference=0.0),
+        CertificateLine(
+            name="one GRPO step: engine = trainer on sampled tokens", difference=difference, tolerance=LOGPROBS
+        ),
     ]

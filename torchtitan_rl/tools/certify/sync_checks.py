@@ -11,7 +11,7 @@ from torchtitan_rl.algorithm.losses import cross_entropy
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.launch.backend import Stack
 from torchtitan_rl.model.spec import build_spec
-from torchtitan_rl.tools.certify.certificate import Check
+from torchtitan_rl.tools.certify.certificate import CertificateLine
 from torchtitan_rl.tools.certify.forward_checks import engine_logprobs, trainer_logprobs
 from torchtitan_rl.tools.certify.largest_difference import LOGPROBS, of_pairs, of_states
 from torchtitan_rl.tools.certify.subject import Subject
@@ -28,7 +28,7 @@ async def take_step(subject: Subject, stack: Stack) -> None:
     await stack.roles["policy"].optim_step(OptimParams(lr=_LR))
 
 
-async def check_sync(subject: Subject, stack: Stack) -> AsyncIterator[Check]:
+async def check_sync(subject: Subject, stack: Stack) -> AsyncIterator[CertificateLine]:
     """A step, a publication, a pull: every parameter of the engine is the trainer's, bit for bit, and none is the old
     one."""
     before = await stack.generator.weights()
@@ -42,12 +42,12 @@ async def check_sync(subject: Subject, stack: Stack) -> AsyncIterator[Check]:
         buffers = {name for name, _ in build_spec(ModelConfig(shape=subject.shape)).model.build().named_buffers()}
     for name, tensor in after.items():
         if name not in buffers and torch.equal(tensor, before[name]):
-            yield Check(name="weight sync: every parameter has moved", difference=math.inf, part=name)
+            yield CertificateLine(name="weight sync: every parameter has moved", difference=math.inf, part=name)
             return
-    yield Check(name="weight sync: every parameter has moved", difference=0.0)
+    yield CertificateLine(name="weight sync: every parameter has moved", difference=0.0)
 
 
-async def check_logprobs_after_step(subject: Subject, stack: Stack, title: str) -> Check:
+async def check_logprobs_after_step(subject: Subject, stack: Stack, title: str) -> CertificateLine:
     """Log-probabilities after a pull."""
     documents = subject.documents
     expected = await trainer_logprobs(stack.roles["policy"], subject, documents)
@@ -56,23 +56,25 @@ async def check_logprobs_after_step(subject: Subject, stack: Stack, title: str) 
     return of_pairs(f"weight sync: {title} = trainer, log-probabilities after a step", pairs, LOGPROBS)
 
 
-async def check_cache(subject: Subject, stack: Stack, title: str) -> Check:
+async def check_cache(subject: Subject, stack: Stack, title: str) -> CertificateLine:
     """A prefix that the engine computed with the old weights is not read after a pull; before it, the cache is read.
     The difference is a number of tokens."""
     if subject.shape.state_sizes:
-        return Check(name=title, difference=None, note="the engine of a model with states has no prefix cache")
+        return CertificateLine(
+            name=title, difference=None, note="the engine of a model with states has no prefix cache"
+        )
     document = subject.long_documents[-1]
     for _ in range(2):
         before = await stack.generator.score(document, cached=True)
     if not _num_cached(before):
-        return Check(
+        return CertificateLine(
             name=title, difference=math.inf, note="the engine never reads its prefix cache: nothing is checked"
         )
     await take_step(subject, stack)
     await stack.generator.pull_newest()
     after = await stack.generator.score(document, cached=True)
     if stale := _num_cached(after):
-        return Check(name=title, difference=float(stale), part="prefix cache", note="tokens of older weights")
+        return CertificateLine(name=title, difference=float(stale), part="prefix cache", note="tokens of older weights")
     (expected,) = await trainer_logprobs(stack.roles["policy"], subject, [document])
     return of_pairs(title, [("log-probabilities", torch.tensor(after), expected)], LOGPROBS)
 

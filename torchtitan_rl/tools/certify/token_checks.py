@@ -11,7 +11,7 @@ from pathlib import Path
 from torchtitan_rl import adapters, platform
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.dispatch.training_client import TrainingClient
-from torchtitan_rl.tools.certify.certificate import Check
+from torchtitan_rl.tools.certify.certificate import CertificateLine
 from torchtitan_rl.tools.certify.largest_difference import LOGPROBS, of_states
 from torchtitan_rl.tools.certify.reference_model import ReferenceModel, tensors_of
 from torchtitan_rl.tools.certify.subject import EOS, PAD, Subject
@@ -40,7 +40,7 @@ class GreedyTokens:
         completions, margins = subject.reference.greedy(prompts, _TOKENS)
         return cls(prompts=prompts, completions=completions, margins=margins)
 
-    def compared(self, title: str, completions: list[list[int]]) -> Check:
+    def compared(self, title: str, completions: list[list[int]]) -> CertificateLine:
         """The difference is the number of completions with another token. Two tokens whose logits differ by no more
         than rounding are equally likely: a completion is compared up to there."""
         wrong = []
@@ -52,9 +52,9 @@ class GreedyTokens:
                 wrong.append(index)
         note = f"{len(completions) - len(wrong)} of {len(completions)} completions are equal"
         part = f"after prompt {wrong[0]} of {len(self.prompts[wrong[0]])} tokens" if wrong else ""
-        return Check(name=_name(title), difference=float(len(wrong)), part=part, note=note)
+        return CertificateLine(name=_name(title), difference=float(len(wrong)), part=part, note=note)
 
-    async def of_engine(self, generator: SamplingClient, title: str) -> Check:
+    async def of_engine(self, generator: SamplingClient, title: str) -> CertificateLine:
         params = SamplingParams(max_tokens=_TOKENS, temperature=0.0, ignore_eos=True)
         completions = await asyncio.gather(*(generator.sample(prompt, params) for prompt in self.prompts))
         return self.compared(title, [completion.tokens for completion in completions])
@@ -62,7 +62,7 @@ class GreedyTokens:
 
 async def check_export(
     subject: Subject, trainer: TrainingClient, greedy: GreedyTokens, directory: Path
-) -> AsyncIterator[Check]:
+) -> AsyncIterator[CertificateLine]:
     """The trainer's export has the tensors that transformers wrote, and transformers says the same tokens with it."""
     await trainer.save_hf_model(directory, eos=EOS, pad=PAD)
     yield of_states("export = transformers' safetensors", tensors_of(directory), tensors_of(subject.directory), 0.0)
@@ -71,10 +71,10 @@ async def check_export(
     yield greedy.compared("export in transformers", completions)
 
 
-def check_vllm_alone(subject: Subject, greedy: GreedyTokens, directory: Path) -> Check:
+def check_vllm_alone(subject: Subject, greedy: GreedyTokens, directory: Path) -> CertificateLine:
     """vLLM's own model loads the export by itself and says the same tokens. Not run where that model has a fault."""
     if fault := subject.shape.own_model_fault(platform.device_type()):
-        return Check(name=_name("export in vLLM"), difference=None, note=fault)
+        return CertificateLine(name=_name("export in vLLM"), difference=None, note=fault)
     adapters.prepare_vllm(eager=True)
     from torchtitan_rl.engine.own_model import greedy_tokens
 

@@ -22,7 +22,7 @@ from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.model.attention import PackedDocuments
 from torchtitan_rl.tools.rehearse.shards import as_rank, cut_for
 
-__all__ = ["Collective", "Microbatch", "trace_microbatch"]
+__all__ = ["Collective", "MicrobatchCalls", "trace_microbatch"]
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
@@ -49,7 +49,7 @@ class Collective:
 
 
 @dataclass(kw_only=True, slots=True)
-class Microbatch:
+class MicrobatchCalls:
     """Collective calls of one rank, with how often each is made."""
 
     forward: Counter[Collective]
@@ -58,7 +58,7 @@ class Microbatch:
 
 def trace_microbatch(
     config: TrainerConfig, model: ModelConfig, role: str, num_tokens: int, *, device: str, trains: bool
-) -> Microbatch:
+) -> MicrobatchCalls:
     """What rank 0 sends in a microbatch of `num_tokens` tokens in one document; attention sends nothing, however the
     tokens are packed. The number of bytes is a constant plus a multiple of the tokens. All ranks make the same calls,
     each in its own groups. Without `trains` the forward alone."""
@@ -74,7 +74,7 @@ def trace_microbatch(
             with _Recorder() as backward:
                 if trains:
                     output.sum().backward()
-    return Microbatch(forward=forward.seen, backward=backward.seen)
+    return MicrobatchCalls(forward=forward.seen, backward=backward.seen)
 
 
 def _forward(model: Any, num_tokens: int) -> torch.Tensor:

@@ -11,10 +11,10 @@ from pathlib import Path
 from statistics import fmean
 
 from torchtitan_rl.tools.sweep.arms import Arm
-from torchtitan_rl.tools.sweep.results import Result, smallest_evaluations
+from torchtitan_rl.tools.sweep.results import RunResult, smallest_evaluations
 from torchtitan_rl.tools.sweep.stop_rule import ERROR, LEAST_PAIRS, differences, mean_interval
 
-__all__ = ["Mean", "Row", "rows", "table_text", "write_table"]
+__all__ = ["Mean", "ArmRow", "rows", "table_text", "write_table"]
 
 _HEAD = ["arm", "seeds", "validation", "95%", "test", "95%", "minus base", "95%, paired", "state"]
 
@@ -40,7 +40,7 @@ class Mean:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class ArmRow:
     arm: str
     is_base: bool
     seeds: list[int]
@@ -54,8 +54,8 @@ class Row:
 
 
 def rows(
-    arms: list[Arm], base: Arm, results: Mapping[Arm, Mapping[int, Result]], states: Mapping[Arm, str]
-) -> list[Row]:
+    arms: list[Arm], base: Arm, results: Mapping[Arm, Mapping[int, RunResult]], states: Mapping[Arm, str]
+) -> list[ArmRow]:
     """`results` are by arm and seed."""
     table = []
     num_tasks, num_test_tasks = smallest_evaluations(results)
@@ -65,7 +65,7 @@ def rows(
         base_validation = {seed: result.validation for seed, result in results[base].items()}
         paired = [] if arm == base else differences(validation, base_validation)
         table.append(
-            Row(
+            ArmRow(
                 arm=arm.name,
                 is_base=arm == base,
                 seeds=sorted(arm_results),
@@ -78,7 +78,7 @@ def rows(
     return table
 
 
-def table_text(table: list[Row], num_seeds: int) -> str:
+def table_text(table: list[ArmRow], num_seeds: int) -> str:
     """The table in Markdown, with aligned columns, and what its intervals are."""
     cells = [_HEAD, ["---"] * len(_HEAD)]
     for row in table:
@@ -112,7 +112,7 @@ def _cells(value: Mean | None, form: str) -> list[str]:
     return [f"{value.mean:{form}}", interval]
 
 
-def write_table(directory: Path, table: list[Row], num_seeds: int) -> None:
+def write_table(directory: Path, table: list[ArmRow], num_seeds: int) -> None:
     """Writes `table.json` and `table.md`."""
     plain = {"seeds": num_seeds, "arms": [asdict(row) for row in table]}
     texts = {"table.json": json.dumps(plain, indent=1), "table.md": table_text(table, num_seeds)}

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from torchtitan_rl.launch.liveness.restarts import Outcome
 from torchtitan_rl.record.console.notices import say
-from torchtitan_rl.tools.sweep.arm_table import Row, write_table
+from torchtitan_rl.tools.sweep.arm_table import ArmRow, write_table
 from torchtitan_rl.tools.sweep.arms import Arm
-from torchtitan_rl.tools.sweep.results import Result, forget_failure, note_failure, result_of
+from torchtitan_rl.tools.sweep.results import RunResult, forget_failure, note_failure, result_of
 from torchtitan_rl.tools.sweep.standing import fork_point_is_there, nothing_to_fork, read_standing, table_of
 from torchtitan_rl.tools.sweep.sweep_plan import Plan
 from torchtitan_rl.types.ends import PREEMPTED_STATUS
@@ -32,7 +32,7 @@ class Interrupted(Exception):
     status of the sweep."""
 
 
-def carry_out(plan: Plan, seeds: Sequence[int], train_parent: TrainParent, train_fork: TrainFork) -> list[Row]:
+def carry_out(plan: Plan, seeds: Sequence[int], train_parent: TrainParent, train_fork: TrainFork) -> list[ArmRow]:
     """Trains what is missing of `seeds`, one after the other, and returns the table, which is also written after each
     seed. Other processes may train the other seeds meanwhile: the table has what they have done, and an arm that has
     failed, or was stopped, in the seeds in front of this one is not trained.
@@ -40,7 +40,7 @@ def carry_out(plan: Plan, seeds: Sequence[int], train_parent: TrainParent, train
     A run that fails is noted in the table; where it had failed before this call, it is tried again. Raises Interrupted
     where a run was asked to end.
     """
-    known: dict[Path, Result] = {}
+    known: dict[Path, RunResult] = {}
     for seed in seeds:
         for run in {plan.parent(seed), *(plan.run(arm, seed) for arm in plan.arms)}:
             forget_failure(run)
@@ -75,7 +75,7 @@ def _train_parent(plan: Plan, seed: int, whole: bool, train_parent: TrainParent)
         note_failure(plan.parent(seed), _problem(outcome, plan.parent(seed)))
 
 
-def _train_fork(plan: Plan, known: dict[Path, Result], arm: Arm, seed: int, train_fork: TrainFork) -> None:
+def _train_fork(plan: Plan, known: dict[Path, RunResult], arm: Arm, seed: int, train_fork: TrainFork) -> None:
     """Trains the run of an arm and a seed, unless it is there or the arm has been stopped by now, and notes why it
     failed."""
     run = plan.run(arm, seed)
@@ -96,7 +96,7 @@ def _end_where_asked(outcome: Outcome) -> None:
         raise Interrupted(outcome.status if outcome.status in _REQUESTED else signal_status)
 
 
-def _write_table(plan: Plan, known: dict[Path, Result]) -> list[Row]:
+def _write_table(plan: Plan, known: dict[Path, RunResult]) -> list[ArmRow]:
     """Writes the table as it is now and returns it. Written again where a run has ended meanwhile: its process may have
     written its table before this one, so that the last table on disk would lack the run."""
     table = table_of(plan, known)

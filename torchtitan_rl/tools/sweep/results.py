@@ -13,11 +13,11 @@ from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.tools.sweep.arms import Arm
 from torchtitan_rl.train.run_record import read_record
 
-__all__ = ["Result", "failure_of", "forget_failure", "note_failure", "result_of", "smallest_evaluations"]
+__all__ = ["RunResult", "failure_of", "forget_failure", "note_failure", "result_of", "smallest_evaluations"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Result:
+class RunResult:
     """The last evaluations of a run that has come to its end, on its own tasks."""
 
     validation: float
@@ -28,14 +28,14 @@ class Result:
     num_test_tasks: int
 
 
-def result_of(directory: Path, config: RunConfig) -> Result | None:
+def result_of(directory: Path, config: RunConfig) -> RunResult | None:
     """None for a run that has not come to its end. `config` says which evaluations are on other tasks."""
     record = read_record(directory)
     if record is None or not record.digests:
         return None
     lines = final_evaluations(RunDir(directory).read_metrics())
     own = {line["eval/split"]: line for line in lines if line["eval/name"] not in config.controller.eval_sets}
-    return Result(
+    return RunResult(
         validation=own["validation"]["eval/accuracy"],
         test=own["test"]["eval/accuracy"],
         num_tasks=own["validation"]["eval/num_tasks"],
@@ -68,7 +68,7 @@ def _failure_file(directory: Path) -> Path:
     return directory.with_name(f"{directory.name}.failed")
 
 
-def smallest_evaluations(results: Mapping[Arm, Mapping[int, Result]]) -> tuple[int, int]:
+def smallest_evaluations(results: Mapping[Arm, Mapping[int, RunResult]]) -> tuple[int, int]:
     """The fewest validation and test tasks that a run was evaluated on; 1 without runs. `results` are by arm and
     seed."""
     every = [result for arm_results in results.values() for result in arm_results.values()]

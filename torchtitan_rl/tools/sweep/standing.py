@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan_rl.record.run_dir import RunDir
-from torchtitan_rl.tools.sweep.arm_table import Row, rows
+from torchtitan_rl.tools.sweep.arm_table import ArmRow, rows
 from torchtitan_rl.tools.sweep.arms import Arm
-from torchtitan_rl.tools.sweep.results import Result, failure_of, result_of, smallest_evaluations
+from torchtitan_rl.tools.sweep.results import RunResult, failure_of, result_of, smallest_evaluations
 from torchtitan_rl.tools.sweep.stop_rule import stopped
 from torchtitan_rl.tools.sweep.sweep_plan import Plan
 from torchtitan_rl.train.retention import complete, position
@@ -22,7 +22,7 @@ __all__ = ["Standing", "fork_point_is_there", "nothing_to_fork", "read_standing"
 class Standing:
     """What the seeds of a sweep have shown so far, taken in their order."""
 
-    results: dict[Arm, dict[int, Result]]
+    results: dict[Arm, dict[int, RunResult]]
     """By arm and seed, up to the seed at which the arm ended."""
     ends: dict[Arm, str]
     """Arms that are not continued -> why."""
@@ -30,10 +30,10 @@ class Standing:
     """Seeds whose parent has no checkpoint to fork -> why."""
 
 
-def read_standing(plan: Plan, known: dict[Path, Result], *, before: int | None = None) -> Standing:
+def read_standing(plan: Plan, known: dict[Path, RunResult], *, before: int | None = None) -> Standing:
     """What all seeds have shown, or those in front of `before`. `known` are results that were read already, by the
     directory of the run; it gets the new ones."""
-    results: dict[Arm, dict[int, Result]] = {arm: {} for arm in plan.arms}
+    results: dict[Arm, dict[int, RunResult]] = {arm: {} for arm in plan.arms}
     ends: dict[Arm, str] = {}
     orphans: dict[int, str] = {}
     complete = True  # arms are compared after seeds that are over, as if seeds had come one after the other
@@ -55,7 +55,7 @@ def read_standing(plan: Plan, known: dict[Path, Result], *, before: int | None =
     return Standing(results=results, ends=ends, orphans=orphans)
 
 
-def _result(plan: Plan, known: dict[Path, Result], run: Path) -> Result | None:
+def _result(plan: Plan, known: dict[Path, RunResult], run: Path) -> RunResult | None:
     if run not in known and (result := result_of(run, plan.config)) is not None:
         known[run] = result
     return known.get(run)
@@ -84,7 +84,7 @@ def nothing_to_fork(plan: Plan, seed: int) -> str:
     )
 
 
-def _worse(plan: Plan, results: dict[Arm, dict[int, Result]], ends: dict[Arm, str], seed: int) -> dict[Arm, str]:
+def _worse(plan: Plan, results: dict[Arm, dict[int, RunResult]], ends: dict[Arm, str], seed: int) -> dict[Arm, str]:
     """The arms that go on and are worse than the best of them with confidence -> the state of their rows."""
     active = {arm.name: arm for arm in plan.arms if arm not in ends}
     num_tasks, _ = smallest_evaluations(results)
@@ -93,7 +93,7 @@ def _worse(plan: Plan, results: dict[Arm, dict[int, Result]], ends: dict[Arm, st
     return {active[name]: f"stopped after seed {seed}: {stop.summary()}" for name, stop in stops.items()}
 
 
-def table_of(plan: Plan, known: dict[Path, Result]) -> list[Row]:
+def table_of(plan: Plan, known: dict[Path, RunResult]) -> list[ArmRow]:
     """The table as the directories have it now; `known` as in `read_standing`."""
     standing = read_standing(plan, known)
     lost = "".join(f"; no parent for seed {seed}: {problem}" for seed, problem in standing.orphans.items())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchtitan_rl.tools.timeline.reading import CONTROLLER, Piece, Process, Timeline
-from torchtitan_rl.tools.timeline.step_spans import UNNAMED, Step, leaves
+from torchtitan_rl.tools.timeline.reading import CONTROLLER, Process, Timeline, TimelineSpan
+from torchtitan_rl.tools.timeline.step_spans import UNNAMED, StepSpans, leaves
 
 __all__ = ["Stretch", "critical_path"]
 
@@ -29,7 +29,7 @@ class Stretch:
         return (self.end - self.start) / 1e9
 
 
-def critical_path(step: Step, timeline: Timeline) -> list[Stretch]:
+def critical_path(step: StepSpans, timeline: Timeline) -> list[Stretch]:
     """The stretches from the step's beginning to its end, in order, without a gap.
 
     Goes back from the end: what ended last is what the rest waited for. A wait for another process is opened up into
@@ -46,9 +46,9 @@ def critical_path(step: Step, timeline: Timeline) -> list[Stretch]:
     return _joined(path[::-1])
 
 
-def _backwards(step: Step) -> list[tuple[int, int, Piece | None]]:
+def _backwards(step: StepSpans) -> list[tuple[int, int, TimelineSpan | None]]:
     pieces = sorted(leaves(step), key=lambda piece: piece.start)
-    stretches: list[tuple[int, int, Piece | None]] = []
+    stretches: list[tuple[int, int, TimelineSpan | None]] = []
     now = step.phase.end
     while now > step.phase.start:
         before = [piece for piece in pieces if piece.start < now]
@@ -71,7 +71,7 @@ def _backwards(step: Step) -> list[tuple[int, int, Piece | None]]:
     return stretches
 
 
-def _answering(wait: Piece, start: int, end: int, timeline: Timeline) -> Process | None:
+def _answering(wait: TimelineSpan, start: int, end: int, timeline: Timeline) -> Process | None:
     """The process that a wait is for; None where none of them did anything meanwhile."""
     target, kinds = wait.name.removeprefix("wait for ").partition(".")[0], _ANSWERING.get(wait.name, ())
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torchtitan_rl.record.json_lines import parsed
 
-__all__ = ["Piece", "Process", "Timeline", "CONTROLLER"]
+__all__ = ["TimelineSpan", "Process", "Timeline", "CONTROLLER"]
 
 CONTROLLER = "controller"
 _ANSWERS = {"fetch weights": "fetch", "load weights": "load"}
@@ -19,7 +19,7 @@ _ANSWERS = {"fetch weights": "fetch", "load weights": "load"}
 
 
 @dataclass(slots=True)
-class Piece:
+class TimelineSpan:
     """One span: a phase, a piece of work or a wait. Times are nanoseconds since 1970, on the controller's clock."""
 
     name: str
@@ -44,7 +44,7 @@ class Process:
     """Names the start of the host's system: processes of one start have one clock."""
     clock: int
     """The same for the processes of one attempt at a run: what their controller's clock began with."""
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[TimelineSpan] = field(default_factory=list)
     dropped: int = 0
     """Spans that could not be written."""
     moved_ns: int = 0
@@ -100,11 +100,11 @@ def _ahead(process: Process, controller: Process) -> int:
     """Nanoseconds by which a process's clock is ahead, in the middle of what its calls allow; 0 without a call. No call
     begins before it is sent, and no answer comes before the call has ended."""
     least, most = [], []
-    waits: dict[str, list[Piece]] = defaultdict(list)
+    waits: dict[str, list[TimelineSpan]] = defaultdict(list)
     for piece in controller.pieces:
         if piece.kind == "wait":
             waits[piece.name].append(piece)
-    answered: dict[str, list[Piece]] = defaultdict(list)
+    answered: dict[str, list[TimelineSpan]] = defaultdict(list)
     for piece in process.pieces:
         call_name = f"{process.role}.{_ANSWERS[piece.name]}" if piece.name in _ANSWERS else piece.name
         answered[f"wait for {call_name}"].append(piece)
@@ -161,6 +161,6 @@ def _process(file: Path, kept: _Kept) -> Process | None:
             process.dropped += span["dropped"]
         else:
             known = {name: span.pop(name) for name in ("name", "kind", "start", "end", "thread", "id")}
-            process.pieces.append(Piece(**known, parent=span.pop("in"), more=span))
+            process.pieces.append(TimelineSpan(**known, parent=span.pop("in"), more=span))
     process.pieces.sort(key=lambda piece: piece.start)
     return process

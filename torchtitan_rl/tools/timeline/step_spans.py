@@ -8,21 +8,21 @@ from dataclasses import dataclass
 
 from torchtitan_rl.metrics import PHASES
 from torchtitan_rl.record.tracing import GARBAGE
-from torchtitan_rl.tools.timeline.reading import Piece, Process, Timeline
+from torchtitan_rl.tools.timeline.reading import Process, Timeline, TimelineSpan
 
-__all__ = ["Step", "UNNAMED", "steps_of", "leaves", "shares", "accounted", "busy", "union_ns"]
+__all__ = ["StepSpans", "UNNAMED", "steps_of", "leaves", "shares", "accounted", "busy", "union_ns"]
 
 UNNAMED = "(unnamed)"
 """Time of a step in which no span says what happened."""
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepSpans:
     """A batch of the reinforcement phase: generation, training, publication."""
 
     number: int
     """The number of its first optimizer step, from 1."""
-    phase: Piece
+    phase: TimelineSpan
     controller: Process
 
     @property
@@ -30,10 +30,10 @@ class Step:
         return (self.phase.end - self.phase.start) / 1e9
 
 
-def steps_of(timeline: Timeline) -> list[Step]:
+def steps_of(timeline: Timeline) -> list[StepSpans]:
     """The steps of the reinforcement phase in order. After a resume, without those that the attempt before had made
     beyond its checkpoint."""
-    by_number: dict[int, Step] = {}
+    by_number: dict[int, StepSpans] = {}
     attempts = [steps for controller in timeline.controllers if (steps := _steps_in(controller))]
     for steps in sorted(attempts, key=lambda steps: steps[0].phase.start):
         by_number = {number: step for number, step in by_number.items() if number < steps[0].number}
@@ -41,22 +41,22 @@ def steps_of(timeline: Timeline) -> list[Step]:
     return [by_number[number] for number in sorted(by_number)]
 
 
-def _steps_in(controller: Process) -> list[Step]:
+def _steps_in(controller: Process) -> list[StepSpans]:
     """The steps that one attempt made, the earliest first."""
     return [
-        Step(piece.more["step"], piece, controller)
+        StepSpans(piece.more["step"], piece, controller)
         for piece in controller.pieces
         if piece.name == "step" and "step" in piece.more and not _early(piece, controller)
     ]
 
 
-def _early(step: Piece, controller: Process) -> bool:
+def _early(step: TimelineSpan, controller: Process) -> bool:
     """Whether a step is one of a phase before reinforcement."""
     phases = (piece for piece in controller.pieces if piece.kind == "phase" and piece.name in PHASES[:-1])
     return any(phase.start <= step.start <= phase.end for phase in phases)
 
 
-def leaves(step: Step) -> list[Piece]:
+def leaves(step: StepSpans) -> list[TimelineSpan]:
     """The work and the waits that the step consists of, cut to the step.
 
     Waits count where they belong to the step: a batch that is played for a later step is not what this one waits for.
@@ -81,16 +81,19 @@ def leaves(step: Step) -> list[Piece]:
         if (piece.kind == "wait" and belongs(piece.parent))
         or (piece.kind == "work" and (piece.thread == step.phase.thread or piece.name == GARBAGE))
     ]
-    return [Piece(piece.name, piece.kind, max(start, piece.start), min(end, piece.end), piece.thread) for piece in mine]
+    return [
+        TimelineSpan(piece.name, piece.kind, max(start, piece.start), min(end, piece.end), piece.thread)
+        for piece in mine
+    ]
 
 
-def moments(step: Step) -> list[tuple[int, int, str]]:
+def moments(step: StepSpans) -> list[tuple[int, int, str]]:
     """The step from beginning to end as (start, end, name): work goes before waits, the latest begun first; of waits
     the one that began first, since calls are answered in order."""
     pieces = leaves(step)
     bounds = sorted({step.phase.start, step.phase.end, *(p.start for p in pieces), *(p.end for p in pieces)})
     begins = sorted(pieces, key=lambda piece: piece.start, reverse=True)
-    going: list[Piece] = []
+    going: list[TimelineSpan] = []
     parts = []
     for start, end in zip(bounds, bounds[1:]):
         while begins and begins[-1].start <= start:
@@ -105,7 +108,7 @@ def moments(step: Step) -> list[tuple[int, int, str]]:
     return parts
 
 
-def shares(step: Step) -> Counter[str]:
+def shares(step: StepSpans) -> Counter[str]:
     """Seconds of the step by what happened. Their sum is the step's time."""
     seconds: Counter[str] = Counter()
     for start, end, name in moments(step):
@@ -113,19 +116,19 @@ def shares(step: Step) -> Counter[str]:
     return seconds
 
 
-def accounted(step: Step) -> float:
+def accounted(step: StepSpans) -> float:
     """The share of the step's wall time that leaves account for, between 0 and 1."""
     return union_ns(leaves(step), step.phase.start, step.phase.end) / max(1, step.phase.end - step.phase.start)
 
 
-def busy(process: Process, steps: Sequence[Step]) -> float:
+def busy(process: Process, steps: Sequence[StepSpans]) -> float:
     """The share of the steps' time in which a process worked, on any of its threads."""
     work = [piece for piece in process.pieces if piece.kind == "work"]
     total = sum(step.phase.end - step.phase.start for step in steps)
     return sum(union_ns(work, step.phase.start, step.phase.end) for step in steps) / max(1, total)
 
 
-def union_ns(pieces: Iterable[Piece], start: int, end: int) -> int:
+def union_ns(pieces: Iterable[TimelineSpan], start: int, end: int) -> int:
     """Nanoseconds from `start` to `end` in which at least one of the pieces goes on."""
     covered, reached = 0, start
     for piece in sorted(pieces, key=lambda piece: piece.start):

@@ -11,7 +11,7 @@ from torchtitan_rl.health.run_reader import Run
 from torchtitan_rl.tools.timeline import trace
 from torchtitan_rl.tools.timeline.critical_path import Stretch, critical_path
 from torchtitan_rl.tools.timeline.reading import Timeline
-from torchtitan_rl.tools.timeline.step_spans import Step, accounted, busy, shares, steps_of
+from torchtitan_rl.tools.timeline.step_spans import StepSpans, accounted, busy, shares, steps_of
 
 __all__ = ["add_arguments", "run", "report", "chosen"]
 
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def chosen(steps: list[Step], number: int | None, last: int) -> list[Step]:
+def chosen(steps: list[StepSpans], number: int | None, last: int) -> list[StepSpans]:
     """The batch of optimizer step `number`, or the last so many. Raises ValueError where the timeline has none."""
     if last < 1:
         raise ValueError(f"last={last}: must be at least 1")
@@ -55,7 +55,7 @@ def chosen(steps: list[Step], number: int | None, last: int) -> list[Step]:
     return before[-1:]
 
 
-def report(timeline: Timeline, steps: Sequence[Step]) -> list[str]:
+def report(timeline: Timeline, steps: Sequence[StepSpans]) -> list[str]:
     """The lines that the command prints about these steps; the critical path is of the last one."""
     total = sum(step.seconds for step in steps)
     seconds: Counter[str] = sum((shares(step) for step in steps), Counter())
@@ -102,6 +102,6 @@ def _path(path: Sequence[Stretch], total: float) -> list[str]:
     return [f"  {line}" for line in lines]
 
 
-def _overlaps(process, step: Step) -> bool:
+def _overlaps(process, step: StepSpans) -> bool:
     last = max(piece.end for piece in process.pieces)
     return process.pieces[0].start < step.phase.end and last > step.phase.start

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from torchtitan_rl.tools.timeline.reading import Piece, Timeline
+from torchtitan_rl.tools.timeline.reading import Timeline, TimelineSpan
 
 __all__ = ["events", "write"]
 
@@ -44,9 +44,9 @@ def _meta(kind: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
     return {"ph": "M", "pid": pid, "tid": tid, "name": kind, "args": args}
 
 
-def _tracks(pieces: Iterable[Piece]) -> list[tuple[str, list[Piece]]]:
+def _tracks(pieces: Iterable[TimelineSpan]) -> list[tuple[str, list[TimelineSpan]]]:
     """(name, pieces in order) of each track: phases, work and waits of a thread apart, the phases first."""
-    tracks: list[tuple[str, str, list[Piece], list[int]]] = []
+    tracks: list[tuple[str, str, list[TimelineSpan], list[int]]] = []
     order = {"phase": 0, "work": 1, "wait": 2}
     for piece in sorted(pieces, key=lambda p: (order.get(p.kind, 1), p.start, -p.end)):
         for thread, kind, placed, open_until in tracks:

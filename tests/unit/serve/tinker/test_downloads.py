@@ -16,7 +16,7 @@ from torchtitan_rl.serve.tinker.downloads import Downloads, write_hf_form
 from torchtitan_rl.serve.tinker.faults import Fault, user
 from torchtitan_rl.serve.tinker.owners import OneKey
 from torchtitan_rl.serve.tinker.saved_states import Checkpoint, ModelRecord
-from torchtitan_rl.serve.tinker.service import Limits, Server
+from torchtitan_rl.serve.tinker.service import Server, TinkerLimits
 
 CHECKPOINT = Checkpoint(
     model=ModelRecord(model_id="ab12:train:0", base_model="base"), kind="weights", name="kept", time="2026-11-24"
@@ -104,7 +104,7 @@ def test_archives_of_an_earlier_server_are_deleted(tmp_path):
 def http(tmp_path):
     """(client, directory of a checkpoint for other programs) at a server without a key, behind its guard."""
     model = served(tmp_path, lora=None, write_form=partial(write_hf_form, model=None, model_dir=tmp_path))
-    server = Server(model, None, None, None, tmp_path, Limits())
+    server = Server(model, None, None, None, tmp_path, TinkerLimits())
     store, record = server.service("").checkpoints, CHECKPOINT.model
     (store.begin(record, "external_weights", "kept", overwrite=False) / "model.safetensors").write_text("numbers")
     path = store.commit(record, "external_weights", "kept", ttl_s=None, metadata=None).path

@@ -12,7 +12,7 @@ from torchtitan_rl.serve.tinker.futures import Futures
 from torchtitan_rl.serve.tinker.models import ModelPlaces, Models
 from torchtitan_rl.serve.tinker.requests import ModelRequests
 from torchtitan_rl.serve.tinker.samplers import Versions
-from torchtitan_rl.serve.tinker.saved_states import Checkpoints, ModelRecord
+from torchtitan_rl.serve.tinker.saved_states import ModelRecord, SavedStates
 from torchtitan_rl.weights import layout
 from torchtitan_rl.weights.store import MemoryStore
 
@@ -22,7 +22,7 @@ class Server:
 
     def __init__(self, directory, trainer, *live, versions=None, max_models=1):
         self.silent = set()
-        self.checkpoints, self.futures = Checkpoints(directory), Futures()
+        self.checkpoints, self.futures = SavedStates(directory), Futures()
         places = ModelPlaces(trainer, lora=None, max_models=max_models, wait_s=5)
         self.models = Models(
             places,

@@ -7,13 +7,13 @@ import pytest
 from tests.kit.clock import Clock
 from torchtitan_rl.serve.errors import Refused
 from torchtitan_rl.serve.tinker.faults import Fault, server, user
-from torchtitan_rl.serve.tinker.futures import Answer, Futures, Shelf
-from torchtitan_rl.serve.tinker.order import InOrder, Room
+from torchtitan_rl.serve.tinker.futures import Futures, ReadyBody, Shelf
+from torchtitan_rl.serve.tinker.order import InOrder, QueueRoom
 
 
 def in_order(futures, **more):
-    ahead = more.pop("ahead", Room(max_requests=100, max_bytes=1000))
-    started = more.pop("started", Room(max_requests=100, max_bytes=1000))
+    ahead = more.pop("ahead", QueueRoom(max_requests=100, max_bytes=1000))
+    started = more.pop("started", QueueRoom(max_requests=100, max_bytes=1000))
     return InOrder(futures, ahead=ahead, started=started, **more)
 
 
@@ -24,7 +24,7 @@ def answering(log, name, wait=None):
         async def answer():
             if wait is not None:
                 await wait.wait()
-            return Answer(content=name.encode())
+            return ReadyBody(content=name.encode())
 
         return answer()
 
@@ -33,7 +33,7 @@ def answering(log, name, wait=None):
 
 async def content(futures, request_id):
     found = await futures.fetch(request_id, 5)
-    return found.content.decode() if isinstance(found, Answer) else found
+    return found.content.decode() if isinstance(found, ReadyBody) else found
 
 
 async def test_requests_run_in_the_order_of_their_numbers_whatever_order_they_arrive_in():
@@ -148,8 +148,8 @@ async def test_a_number_that_an_unnumbered_request_took_is_refused_and_nothing_h
 
 async def test_requests_ahead_of_their_turn_are_bounded_and_the_next_one_is_always_taken():
     futures, log = Futures(), []
-    whole = Room(max_requests=100, max_bytes=250)
-    orders = [in_order(futures, ahead=Room(max_requests=3, max_bytes=200, whole=whole)) for _ in range(2)]
+    whole = QueueRoom(max_requests=100, max_bytes=250)
+    orders = [in_order(futures, ahead=QueueRoom(max_requests=3, max_bytes=200, whole=whole)) for _ in range(2)]
     for seq_id in (2, 3):
         orders[0].submit(seq_id, f"a:{seq_id}", answering(log, str(seq_id)), nbytes=90)
     with pytest.raises(Refused, match="2 requests of 180 bytes are held.*send seq_id=1 first") as refused:
@@ -170,7 +170,7 @@ async def test_requests_ahead_of_their_turn_are_bounded_and_the_next_one_is_alwa
 
 async def test_requests_that_are_not_answered_are_bounded_and_one_alone_always_fits():
     futures, log, held = Futures(), [], asyncio.Event()
-    order = in_order(futures, started=Room(max_requests=9, max_bytes=100))
+    order = in_order(futures, started=QueueRoom(max_requests=9, max_bytes=100))
     order.submit(1, "m:1", answering(log, "1", held), nbytes=10**6)
     await asyncio.sleep(0.01)
     with pytest.raises(Refused, match="seq_id=2: 1 requests of 1000000 bytes.*wait for answers") as refused:
@@ -202,7 +202,7 @@ async def test_answers_are_bounded_in_number_and_bytes(monkeypatch):
     monkeypatch.setattr("torchtitan_rl.serve.tinker.futures._MAX_KEPT_BYTES", 100)
 
     async def _large():
-        return Answer(content=b"x" * 99)
+        return ReadyBody(content=b"x" * 99)
 
     futures = Futures()
     refused = [futures.refuse(user("x")) for _ in range(8)]
@@ -242,7 +242,7 @@ async def test_answers_expire_and_what_was_fetched_expires_sooner():
         return len(futures)
 
     async def _answer(name):
-        return Answer(content=name.encode())
+        return ReadyBody(content=name.encode())
 
     assert await run() == 0
 
@@ -267,7 +267,7 @@ async def test_an_owner_who_asks_for_much_takes_no_answer_from_another(monkeypat
     assert (alice.num_kept, bob.num_kept) == (3, 2) and last in alice
 
     async def large():
-        return Answer(content=b"x" * 99)
+        return ReadyBody(content=b"x" * 99)
 
     for name in ("one", "two"):
         alice.start(name, large())

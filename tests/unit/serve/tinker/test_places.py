@@ -12,11 +12,11 @@ from torchtitan_rl.serve.errors import Refused
 from torchtitan_rl.serve.tinker.bodies import CreateModelBody, LoraBody, SessionBody
 from torchtitan_rl.serve.tinker.faults import Fault
 from torchtitan_rl.serve.tinker.models import ModelPlaces
-from torchtitan_rl.serve.tinker.service import Limits, Server
+from torchtitan_rl.serve.tinker.service import Server, TinkerLimits
 
 
 def a_server(directory, *, max_models=2, silent_s=0.4, wait_s=5.0):
-    limits = Limits(max_models=max_models, silent_s=silent_s, place_wait_s=wait_s)
+    limits = TinkerLimits(max_models=max_models, silent_s=silent_s, place_wait_s=wait_s)
     return Server(served(directory), Trainer(), None, None, directory, limits)
 
 

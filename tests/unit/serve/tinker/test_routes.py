@@ -11,7 +11,7 @@ from tinker.proto import tinker_public_pb2 as pb
 from tests.kit.tinker import Trainer, served
 from torchtitan_rl.serve.tinker.app import make_app
 from torchtitan_rl.serve.tinker.owners import EVERYBODY, OneKey
-from torchtitan_rl.serve.tinker.service import Limits, Server
+from torchtitan_rl.serve.tinker.service import Server, TinkerLimits
 
 PROTOBUF = {"Content-Type": "application/x-protobuf"}
 
@@ -21,7 +21,7 @@ class Client:
 
     def __init__(self, directory: Path):
         self.trainer = Trainer()
-        server = Server(served(directory, base_model="tiny"), self.trainer, None, None, directory, Limits())
+        server = Server(served(directory, base_model="tiny"), self.trainer, None, None, directory, TinkerLimits())
         self.service = server.service(EVERYBODY)
         transport = httpx.ASGITransport(make_app(server, OneKey()))
         self.http = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1/api/v1")
@@ -97,7 +97,7 @@ async def test_a_body_that_expands_too_far_ends_at_its_place(tmp_path):
     async def play(client):
         await client.create()
         head = pb.ForwardBackwardRequest(model_id=client.model_id, seq_id=1).SerializeToString()
-        bomb = zstandard.ZstdCompressor().compress(head + b"\x22\x00" * (Limits().max_body_bytes // 2))
+        bomb = zstandard.ZstdCompressor().compress(head + b"\x22\x00" * (TinkerLimits().max_body_bytes // 2))
         headers = PROTOBUF | {"Content-Encoding": "zstd"}
         refused = await client.answer(await client.post("forward", content=bomb, headers=headers))
         parts = (
@@ -138,11 +138,11 @@ async def test_a_model_that_is_refused_takes_no_number_and_one_that_is_there_is_
 
 async def test_small_bodies_metadata_and_finished_sessions_are_bounded(tmp_path):
     async def play(client):
-        long = await client.post("create_session", content=b" " * (Limits().max_small_bytes + 1))
+        long = await client.post("create_session", content=b" " * (TinkerLimits().max_small_bytes + 1))
         wide = await client.post("create_session", json={"user_metadata": {"a": "b" * 2**17}})
-        for _ in range(Limits().max_finished + 20):
+        for _ in range(TinkerLimits().max_finished + 20):
             session = (await client.post("create_session", json={})).json()["session_id"]
             await client.post(f"sessions/{session}/finish", json={})
         return long.status_code, wide.status_code, len(client.service.sessions)
 
-    assert await answers(tmp_path, play) == (413, 400, Limits().max_finished)
+    assert await answers(tmp_path, play) == (413, 400, TinkerLimits().max_finished)

@@ -6,7 +6,7 @@ import pytest
 
 from torchtitan_rl.serve.tinker.faults import Fault
 from torchtitan_rl.serve.tinker.samplers import Turns, Versions
-from torchtitan_rl.serve.tinker.saved_states import Checkpoints, ModelRecord
+from torchtitan_rl.serve.tinker.saved_states import ModelRecord, SavedStates
 
 
 async def test_versions_never_mix_and_each_gets_its_turn():
@@ -148,7 +148,7 @@ async def test_a_checkpoint_that_was_deleted_is_named(tmp_path):
 
 async def test_weights_saved_in_place_of_others_are_not_taken_for_them(tmp_path):
     """A sampling session keeps the weights that it was opened with, or says that they are gone."""
-    store, checkpoints = Store(), Checkpoints(tmp_path / "models")
+    store, checkpoints = Store(), SavedStates(tmp_path / "models")
     versions = Versions(store, max_published=1, max_spooled=9, spool=tmp_path / "spool")
     record = ModelRecord(model_id="ab12:train:0", base_model="tiny")
 
@@ -187,7 +187,7 @@ async def test_versions_without_a_name_are_bounded_on_disk_too_and_the_ones_used
 
 async def test_a_damaged_file_is_a_fault_of_the_request_and_is_never_published(tmp_path, caplog):
     """Of a checkpoint, and of weights without a name that the server wrote; one without checksums is used."""
-    store, checkpoints = Store(), Checkpoints(tmp_path / "models")
+    store, checkpoints = Store(), SavedStates(tmp_path / "models")
     versions = Versions(store, max_published=1, max_spooled=9, spool=tmp_path / "spool")
     record = ModelRecord(model_id="ab12:train:0", base_model="tiny")
     messages = []

@@ -13,7 +13,7 @@ from torchtitan_rl.engine.noise import splitmix64  # noqa: E402
 from torchtitan_rl.serve.tinker.bodies import SamplingBody  # noqa: E402
 from torchtitan_rl.serve.tinker.samplers import Versions  # noqa: E402
 from torchtitan_rl.serve.tinker.sampling_sessions import Generators, Sampling  # noqa: E402
-from torchtitan_rl.serve.tinker.saved_states import Checkpoints, ModelRecord  # noqa: E402
+from torchtitan_rl.serve.tinker.saved_states import ModelRecord, SavedStates  # noqa: E402
 
 SEEDS, SAMPLES, TOKENS, VOCABULARY = 20, 16, 24, 64
 
@@ -61,7 +61,7 @@ def test_the_streams_of_a_request_are_named_by_seed_and_index_alone():
 
 
 def test_a_path_that_was_deleted_and_saved_again_names_the_new_weights(tmp_path):
-    checkpoints, record = Checkpoints(tmp_path / "models"), ModelRecord(model_id="ab12:train:0", base_model="tiny")
+    checkpoints, record = SavedStates(tmp_path / "models"), ModelRecord(model_id="ab12:train:0", base_model="tiny")
     versions = Versions(None, max_published=1, max_spooled=1, spool=tmp_path / "spool")
     sampling = Sampling(
         Generators(None, versions, max_parallel=1),

@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from torchtitan_rl.serve.tinker.faults import Fault
-from torchtitan_rl.serve.tinker.saved_states import Checkpoints, ModelRecord
+from torchtitan_rl.serve.tinker.saved_states import ModelRecord, SavedStates
 
 MODEL = ModelRecord(model_id="ab12:train:0", base_model="tiny", lora_rank=8)
 
@@ -18,13 +18,13 @@ def saved(store, name="one", kind="weights", **more):
 
 
 def test_what_was_saved_is_found_again_after_a_restart(tmp_path):
-    checkpoint = saved(Checkpoints(tmp_path), metadata={"a": "b"})
+    checkpoint = saved(SavedStates(tmp_path), metadata={"a": "b"})
     assert checkpoint.path == "tinker://ab12:train:0/weights/one"
-    found, directory = Checkpoints(tmp_path).find(checkpoint.path, "weights")
+    found, directory = SavedStates(tmp_path).find(checkpoint.path, "weights")
     assert found == checkpoint and (directory / "data").read_bytes() == b"12345"
     assert found.as_wire()["checkpoint_id"] == "weights/one" and found.size_bytes == 5
-    assert Checkpoints(tmp_path).model("ab12:train:0") == MODEL
-    assert [record.model_id for record in Checkpoints(tmp_path).models()] == ["ab12:train:0"]
+    assert SavedStates(tmp_path).model("ab12:train:0") == MODEL
+    assert [record.model_id for record in SavedStates(tmp_path).models()] == ["ab12:train:0"]
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_what_was_saved_is_found_again_after_a_restart(tmp_path):
     ],
 )
 def test_a_path_that_leaves_the_directory_or_has_another_form_is_refused(tmp_path, path):
-    store = Checkpoints(tmp_path / "models")
+    store = SavedStates(tmp_path / "models")
     saved(store)
     with pytest.raises(Fault) as fault:
         store.find(path)
@@ -52,11 +52,11 @@ def test_a_path_that_leaves_the_directory_or_has_another_form_is_refused(tmp_pat
 @pytest.mark.parametrize("name", ["../x", "", ".hidden", "a/b", "a b", "x" * 129, "ü"])
 def test_a_name_that_is_no_plain_file_name_is_refused(tmp_path, name):
     with pytest.raises(Fault, match="use another name"):
-        saved(Checkpoints(tmp_path), name)
+        saved(SavedStates(tmp_path), name)
 
 
 def test_a_name_is_used_once_unless_overwriting_is_asked_for(tmp_path):
-    store = Checkpoints(tmp_path)
+    store = SavedStates(tmp_path)
     saved(store)
     with pytest.raises(Fault, match="has saved it already"):
         saved(store)
@@ -64,7 +64,7 @@ def test_a_name_is_used_once_unless_overwriting_is_asked_for(tmp_path):
 
 
 def test_a_checkpoint_that_was_cut_off_is_none(tmp_path):
-    store = Checkpoints(tmp_path)
+    store = SavedStates(tmp_path)
     (store.begin(MODEL, "weights", "half", overwrite=False) / "data").write_bytes(b"1")
     assert store.of(MODEL.model_id) == []
     with pytest.raises(Fault, match="there is no such checkpoint"):
@@ -72,14 +72,14 @@ def test_a_checkpoint_that_was_cut_off_is_none(tmp_path):
 
 
 def test_one_to_sample_from_is_none_to_train_on(tmp_path):
-    store = Checkpoints(tmp_path)
+    store = SavedStates(tmp_path)
     path = saved(store, kind="sampler_weights").path
     with pytest.raises(Fault, match="is none to train on; give tinker://MODEL/weights/NAME"):
         store.find(path, "weights")
 
 
 def test_checkpoints_expire_are_deleted_and_listed_newest_first(tmp_path):
-    store = Checkpoints(tmp_path)
+    store = SavedStates(tmp_path)
     for name in ("a", "b", "c"):
         saved(store, name, ttl_s=3600)
     assert [checkpoint.name for checkpoint in store.of(MODEL.model_id)] == ["c", "b", "a"]
@@ -111,7 +111,7 @@ def test_checkpoints_expire_are_deleted_and_listed_newest_first(tmp_path):
     ],
 )
 def test_a_damaged_record_takes_its_own_checkpoint_away_and_no_other(tmp_path, caplog, damage):
-    store = Checkpoints(tmp_path)
+    store = SavedStates(tmp_path)
     for name in ("a", "b"):
         saved(store, name, ttl_s=3600)
     file = tmp_path / MODEL.model_id / "weights" / "a" / "checkpoint.json"
@@ -124,7 +124,7 @@ def test_a_damaged_record_takes_its_own_checkpoint_away_and_no_other(tmp_path, c
 
 @pytest.mark.parametrize("damage", [{"last_request": 5}, {"last_request": None}, {"lora_rank": "x"}, {"model_id": []}])
 def test_a_damaged_model_is_left_out_of_the_list(tmp_path, caplog, damage):
-    store = Checkpoints(tmp_path)
+    store = SavedStates(tmp_path)
     saved(store)
     other = ModelRecord(model_id="cd34:train:0", base_model="tiny", last_request="2026-01-01T00:00:00+00:00")
     store.describe(other)

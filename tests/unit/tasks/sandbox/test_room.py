@@ -2,14 +2,14 @@
 
 import pytest
 
-from torchtitan_rl.tasks.sandbox.room import Room, roomiest
+from torchtitan_rl.tasks.sandbox.room import SandboxRoom, roomiest
 
 GIB = 2**30
 
 
 def rooms(*num_running, cores=(2, 64, 64), free_gib=(1000, 1000, 1000)):
     return [
-        Room(num_cores=num_cores, free_bytes=free * GIB, num_running=number, allowed_bytes=number * GIB)
+        SandboxRoom(num_cores=num_cores, free_bytes=free * GIB, num_running=number, allowed_bytes=number * GIB)
         for number, num_cores, free in zip(num_running, cores, free_gib, strict=True)
     ]
 

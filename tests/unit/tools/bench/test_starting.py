@@ -1,13 +1,13 @@
 """A run's phases as parts of the time since its command."""
 
 from torchtitan_rl.tools.bench.starting import Start, StartMeasurement, _parts
-from torchtitan_rl.tools.timeline.reading import Piece, Process, Timeline
+from torchtitan_rl.tools.timeline.reading import Process, Timeline, TimelineSpan
 
 SECOND = 10**9
 
 
-def phase(name: str, start: float, end: float, id: int, parent: int = 0, **more) -> Piece:
-    return Piece(name, "phase", int(start * SECOND), int(end * SECOND), id=id, parent=parent, more=more)
+def phase(name: str, start: float, end: float, id: int, parent: int = 0, **more) -> TimelineSpan:
+    return TimelineSpan(name, "phase", int(start * SECOND), int(end * SECOND), id=id, parent=parent, more=more)
 
 
 def test_the_parts_of_a_run_sum_to_its_time():

@@ -5,12 +5,12 @@ import math
 
 import pytest
 
-from torchtitan_rl.tools.certify.certificate import FILE, Certificate, Check, missing_certificate, text_hash
+from torchtitan_rl.tools.certify.certificate import FILE, Certificate, CertificateLine, missing_certificate, text_hash
 
 CHECKS = (
-    Check(name="log-probabilities", difference=3e-6, tolerance=2e-5, part="40 tokens"),
-    Check(name="gradients", difference=0.3, tolerance=1e-4, part="layers.0.attention.qkv_linear.wq.bias"),
-    Check(name="layouts", difference=None, note="not run: a line above is broken"),
+    CertificateLine(name="log-probabilities", difference=3e-6, tolerance=2e-5, part="40 tokens"),
+    CertificateLine(name="gradients", difference=0.3, tolerance=1e-4, part="layers.0.attention.qkv_linear.wq.bias"),
+    CertificateLine(name="layouts", difference=None, note="not run: a line above is broken"),
 )
 
 
@@ -27,17 +27,17 @@ def certificate(checks, config="{}"):
 
 
 def test_a_line_is_broken_above_its_tolerance_and_by_what_is_no_number():
-    assert not Check(name="n", difference=1e-4, tolerance=1e-4).broken
-    assert Check(name="n", difference=1.1e-4, tolerance=1e-4).broken
-    assert Check(name="n", difference=math.nan, tolerance=1e-4).broken
-    assert Check(name="n", difference=math.inf, tolerance=1e-4).broken
-    assert not Check(name="n", difference=None).broken
+    assert not CertificateLine(name="n", difference=1e-4, tolerance=1e-4).broken
+    assert CertificateLine(name="n", difference=1.1e-4, tolerance=1e-4).broken
+    assert CertificateLine(name="n", difference=math.nan, tolerance=1e-4).broken
+    assert CertificateLine(name="n", difference=math.inf, tolerance=1e-4).broken
+    assert not CertificateLine(name="n", difference=None).broken
 
 
 def test_the_first_broken_line_names_part_and_numbers():
     broken = certificate(CHECKS).broken
     assert broken.line == "gradients: layers.0.attention.qkv_linear.wq.bias: differs by 3.0e-01, 0.0001 is allowed"
-    missing = Check(name="weights", difference=math.inf, part="lm_head.weight", note="is missing")
+    missing = CertificateLine(name="weights", difference=math.inf, part="lm_head.weight", note="is missing")
     assert missing.line == "weights: lm_head.weight: is missing"
 
 
@@ -49,7 +49,7 @@ def test_the_table_has_a_row_for_every_line():
 
 
 def test_the_file_says_all_and_is_json_also_with_infinite_differences(tmp_path):
-    checks = (*CHECKS, Check(name="weights", difference=math.inf, part="p"))
+    checks = (*CHECKS, CertificateLine(name="weights", difference=math.inf, part="p"))
     data = json.loads(certificate(checks).write(tmp_path / "new").read_text())
     assert (data["ok"], data["family"], data["versions"]) == (False, "qwen2", {"torch": "2"})
     assert [check["ok"] for check in data["checks"]] == [True, False, None, False]
