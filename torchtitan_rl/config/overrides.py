@@ -11,7 +11,7 @@ from typing import Any, get_args, get_origin
 from torchtitan_rl.config.meshes import TrainerConfig
 from torchtitan_rl.config.resolve import flat
 from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.config.values import field_types, parsed, words_of
+from torchtitan_rl.config.values import field_types, is_switch, parsed, words_of
 
 __all__ = ["apply_overrides"]
 
@@ -75,7 +75,7 @@ def _no_value(config: RunConfig, path: str) -> str:
 def _is_switch(config: RunConfig, path: str) -> bool:
     """Whether a path is a field that takes True or False."""
     try:
-        return _find(config, path, [], switch_on=False)[2] is bool
+        return is_switch(_find(config, path, [], switch_on=False)[2])
     except ValueError:
         return False
 

@@ -8,19 +8,20 @@ import difflib
 import functools
 import importlib
 import io
+import math
 import re
 import shlex
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from torchtitan_rl.config.meshes import TORCHTITAN_FIELDS
 from torchtitan_rl.config.python_file import MODULE_PREFIX, load_module
 from torchtitan_rl.config.resolve import function_name
 
-__all__ = ["field_types", "function_of", "parsed", "shell_text", "words_of"]
+__all__ = ["field_types", "function_of", "is_switch", "parsed", "shell_text", "words_of"]
 
 
 def field_types(config_class: type, *, constraints: bool = False) -> dict[str, Any]:
@@ -71,21 +72,30 @@ def parsed(kind: Any, flag: str, words: list[str], current: Any = None) -> Any:
         except (ValueError, SyntaxError):
             value = None
         if not isinstance(value, (list, tuple, dict)):
-            raise ValueError(f"{flag}={text}: is not of type {_kind_name(kind)}; give a value of that type")
+            advice = "give a value of that type"
+            if get_args(kind)[:1] == (str,) and get_origin(kind) is list:
+                advice = f"a text that begins with a bracket is written {shlex.quote(repr([text]))}"
+            raise ValueError(f"{flag}={text}: is not of type {_kind_name(kind)}; {advice}")
         if isinstance(value, dict):
             return value
         words = [str(item) for item in value]
         if not words:
             return get_origin(kind)()
     elif get_origin(kind) in (list, tuple):
-        words = text.split() if len(words) == 1 else words
-    elif kind is bool:
+        # A text may hold blanks, as in a stop; numbers and functions in one word are several.
+        words = text.split() if len(words) == 1 and get_args(kind)[0] is not str else words
+    elif is_switch(kind):
         words = [text.capitalize()]
     else:
         words = [ast.literal_eval(text) if _is_quoted(text) and str in kinds else text]
     if get_origin(kind) is list and get_origin(get_args(kind)[0]) is collections.abc.Callable:
         return [function_of(flag, word, None) for word in words]
     return _tyro(kind, flag, text, words)
+
+
+def is_switch(kind: Any) -> bool:
+    """Whether a field of type `kind` takes True or False."""
+    return kind is bool or set(get_args(kind)) == {bool, type(None)}
 
 
 def _tyro(kind: Any, flag: str, text: str, words: list[str]) -> Any:
@@ -98,6 +108,9 @@ def _tyro(kind: Any, flag: str, text: str, words: list[str]) -> Any:
             args = ["--", *words] if any(word.startswith("-") for word in words) else words
             return tyro.cli(tyro.conf.Positional[kind], args=args)  # type: ignore[misc]  # a type known at run time only
     except (SystemExit, Exception):
+        if get_origin(kind) is Literal:
+            choices = ", ".join(map(str, get_args(kind)))
+            raise ValueError(f"{flag}={text}: there is no such choice; use one of {choices}") from None
         raise ValueError(f"{flag}={text}: is not of type {_kind_name(kind)}; give a value of that type") from None
 
 
@@ -153,6 +166,10 @@ def _argument(flag: str, text: str, argument: ast.expr) -> Any:
     match argument:
         case ast.Call(func=ast.Name(id="function"), args=[ast.Constant(value=str(name))], keywords=[]):
             return function_of(flag, name, None)
+        case ast.Name(id="inf" | "nan" as name):  # as Python prints such a number
+            return float(name)
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Name(id="inf")):
+            return -math.inf
     try:
         return ast.literal_eval(argument)
     except ValueError:

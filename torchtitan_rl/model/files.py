@@ -52,10 +52,13 @@ def has_weights(config: ModelConfig) -> bool:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors of a Hugging Face directory that are the model, as transformers chooses: those that the index
-    names, or `model.safetensors`, or all where there is neither. Others may lie beside them, such as another program's
-    `consolidated.safetensors`. Raises ValueError for an index that cannot be read or names a file that is missing."""
+    """The safetensors of a Hugging Face directory that are the model, as transformers chooses: `model.safetensors`, or
+    those that the index names, or all where there is neither. Others may lie beside them: another program's
+    `consolidated.safetensors`, or the index of a larger model that was there before. Raises ValueError for an index
+    that cannot be read or names a file that is missing."""
     index, one_file = directory / "model.safetensors.index.json", directory / "model.safetensors"
+    if one_file.exists():
+        return [one_file]
     if index.exists():
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
@@ -68,7 +71,7 @@ def weight_files(directory: Path) -> list[Path]:
                 f"weights={str(directory)!r}: {missing[0]} is missing, which {index.name} names; finish the download"
             )
         return [directory / name for name in names]
-    return [one_file] if one_file.exists() else sorted(directory.glob("*.safetensors"))
+    return sorted(directory.glob("*.safetensors"))
 
 
 def missing_weights(config: ModelConfig, where: str = "model") -> str:

@@ -49,6 +49,7 @@ _COLUMNS = {
     "values": [0.0, 0.3, -0.2, 0.5, 0.1],
     "returns": [0.0, 1.0, 1.0, -0.5, -0.5],
 }
+_FAR_LOG_RATIO = 20.0
 _TOLERANCE = 1e-4  # float32, and a function of the user's own may round more than once
 
 
@@ -132,8 +133,8 @@ def probe_minibatch(where: str, config: AlgorithmConfig, columns: set[str]) -> N
 
 
 def probe_pair_loss(where: str, loss_fn: Callable, loss_config: dict[str, float]) -> None:
-    """Refuses a loss of pairs that fails, does not return one finite number per pair, has no finite gradient, or would
-    make rejected completions likelier than chosen ones."""
+    """Refuses a loss of pairs that fails, does not return one finite number per pair, has no finite gradient, or is
+    smaller where the rejected completions are the far likelier ones."""
     for chosen, rejected in (([0.5, -1.0, 2.0], [-0.25, 0.75, -0.6]), ([0.0] * 3, [0.0] * 3)):
         numbers = [torch.tensor(row, dtype=torch.float64).requires_grad_() for row in (chosen, rejected)]
         loss_P = _tried(where, partial(loss_fn, *numbers), loss_config)
@@ -148,11 +149,14 @@ def probe_pair_loss(where: str, loss_fn: Callable, loss_config: dict[str, float]
                 f"{where}: gave losses {loss_P.tolist()} with a gradient of {chosen_P.tolist()} and "
                 f"{rejected_P.tolist()} for chosen {chosen} and rejected {rejected}; return finite ones"
             )
-    if not chosen_P.sum() < rejected_P.sum():
+    # Far apart: near 0 the gradient of discopop has the other sign, as published.
+    far_P = torch.full((3,), _FAR_LOG_RATIO, dtype=torch.float64)
+    right, wrong = (_tried(where, partial(loss_fn, a_P, -a_P), loss_config).mean().item() for a_P in (far_P, -far_P))
+    if not right < wrong:
         raise ValueError(
-            f"{where}: where chosen and rejected are equal its gradient is {chosen_P.sum().item():.3g} by the chosen "
-            f"and {rejected_P.sum().item():.3g} by the rejected, so the rejected would gain; mend its sign, or the "
-            "order of its arguments (chosen, rejected)"
+            f"{where}: is {right:.3g} where the chosen have {_FAR_LOG_RATIO:g} and the rejected {-_FAR_LOG_RATIO:g}, "
+            f"and {wrong:.3g} the other way round, so the rejected would gain; mend its sign, or the order of its "
+            "arguments (chosen, rejected)"
         )
 
 
