@@ -54,18 +54,23 @@ async def open_sandbox(
 
 async def run_command(
     sandbox: Sandbox, command: list[str], endpoint: Endpoint, task_json: str, env: dict[str, str], timeout_s: float
-) -> Any:
-    """Runs a command to its end. Returns the reward that it wrote to `REWARD_FILE`, as `external` takes one, or None.
-    Raises AgentFailed for an exit status other than 0, a limit that is passed, and a reward file without a number."""
+) -> tuple[Any, AgentFailed | None]:
+    """Runs a command to its end. Returns (the reward that it wrote to `REWARD_FILE`, as `external` takes one, or None;
+    its failure, or None). It has failed with an exit status other than 0, or a reward file without a number. Raises
+    AgentFailed for a limit that is passed."""
     await sandbox.write({_TASK: task_json.encode()})
     finished = await sandbox.run(
         command, env=_environment(endpoint, sandbox.directory) | env, timeout_s=timeout_s, cwd=_HOME
     )
     if finished.limit:
         raise AgentFailed(f"agent: {_breach(finished.limit, sandbox.limits, timeout_s)}", breach=True)
+    failed = None
     if finished.status:
-        raise AgentFailed(f"agent: {command[0]!r} ended with status {finished.status}: {finished.tail()}")
-    return await _reward(sandbox)
+        failed = AgentFailed(f"agent: {command[0]!r} ended with status {finished.status}: {finished.tail()}")
+    try:
+        return await _reward(sandbox), failed
+    except AgentFailed as error:
+        return None, failed or error
 
 
 def _breach(limit: str, limits: SandboxLimits, timeout_s: float) -> str:

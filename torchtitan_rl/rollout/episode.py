@@ -11,6 +11,7 @@ from typing import Any
 
 from torchtitan_rl.record.tracing import running, span
 from torchtitan_rl.tasks.env import Env, Observation, Step
+from torchtitan_rl.tasks.outcomes import is_cancellation
 from torchtitan_rl.types import A_REWARD, Task, is_reward
 
 __all__ = ["Episode", "EnvironmentFailed"]
@@ -105,8 +106,11 @@ class Episode:
                     if inspect.iscoroutinefunction(function):
                         return await running("run an environment", function(*args))
                     self._thread = Future()
-                    return await _in_thread(self._thread, function, *args)
-        except Exception as error:
+                    value = await _in_thread(self._thread, function, *args)
+                    return await value if inspect.isawaitable(value) else value
+        except (Exception, asyncio.CancelledError, SystemExit) as error:
+            if is_cancellation(error):
+                raise
             if isinstance(error, TimeoutError) and scope.expired():
                 raise EnvironmentFailed(
                     f"{self.name}: {method} gave no answer for task {self.task.id!r} within "

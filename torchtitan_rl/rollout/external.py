@@ -11,6 +11,7 @@ import inspect
 import json
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -20,7 +21,7 @@ from torchtitan_rl.rollout.agent_process import no_isolation, open_sandbox, run_
 from torchtitan_rl.rollout.ignored_parameters import check_ignored
 from torchtitan_rl.rollout.policy import Policy, SamplingFailed
 from torchtitan_rl.tasks.family import SPLITS, TaskFamily
-from torchtitan_rl.tasks.outcomes import outcome_in_thread
+from torchtitan_rl.tasks.outcomes import is_cancellation, outcome_in_thread
 from torchtitan_rl.tasks.reward_parts import PartNames
 from torchtitan_rl.tasks.sandbox.config import SandboxConfig, check_each
 from torchtitan_rl.types import A_REWARD, Rollout, Task, Turn, is_reward
@@ -146,7 +147,7 @@ class External:
         agent_result, failed = None, None
         try:
             with span("wait for an agent"):
-                agent_result = await self._played(task, session.endpoint)
+                agent_result, failed = await self._played(task, session)
         except AgentFailed as error:
             failed = error
         finally:
@@ -161,14 +162,21 @@ class External:
             raise AgentFailed(f"agent: gave a reward for task {task.id!r} that is refused ({error})") from error
         return rollout
 
-    async def _played(self, task: Task, endpoint: Endpoint) -> Any:
-        """The agent's result, which is its reward or None."""
+    async def _played(self, task: Task, session: Session) -> tuple[Any, AgentFailed | None]:
+        """(the agent's result, which is its reward or None; how a command failed whose session stands at a limit)."""
+        endpoint = session.endpoint
         if isinstance(self.agent, list):
             data = self._data(task) if self.task_data is None else self.task_data(task)
             config = self._sandbox_of(task)
             async with self._places, open_sandbox(config, self.command, endpoint) as sandbox:
-                written = await run_command(sandbox, self.agent, endpoint, _json(task, data), self.env, self.timeout_s)
-                return written if self.judge is None else await _judged(self.judge, task, sandbox, self.timeout_s)
+                written, failed = await run_command(
+                    sandbox, self.agent, endpoint, _json(task, data), self.env, self.timeout_s
+                )
+                if failed is not None and not session.ended_by:
+                    raise failed
+                if self.judge is not None:
+                    written = await _judged(self.judge, task, sandbox, self.timeout_s)
+                return written, failed
         work = asyncio.ensure_future(_called(self.agent, task, endpoint))
         try:
             done, _ = await asyncio.wait({work}, timeout=self.timeout_s)
@@ -184,7 +192,7 @@ class External:
         if (error := work.exception()) is not None:
             message = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":")
             raise AgentFailed(f"agent: raised {message[:500]} for task {task.id!r}; mend it") from error
-        return work.result()
+        return work.result(), None
 
     def _sandbox_of(self, task: Task) -> SandboxConfig | None:
         """The sandbox of a task. Raises ValueError where the function for it gives something else."""
@@ -268,12 +276,15 @@ def external(agent: Callable | list[str], **settings: Any) -> External:
 
 
 async def _called(agent: Callable, task: Task, endpoint: Endpoint) -> Any:
-    if inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(type(agent).__call__):
-        return await agent(task, endpoint)
-    value, error = await outcome_in_thread(agent, task, endpoint)
-    if error is not None:
-        raise error
-    return await value if inspect.isawaitable(value) else value
+    try:
+        if inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(type(agent).__call__):
+            return await agent(task, endpoint)
+        value, error = await outcome_in_thread(agent, task, endpoint)
+        if error is not None:
+            raise error
+        return await value if inspect.isawaitable(value) else value
+    except (SystemExit, StopIteration) as error:  # the one would end the event loop, the other cannot leave a coroutine
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 async def _judged(judge: Callable, task: Task, sandbox: Any, timeout_s: float) -> Any:
@@ -281,7 +292,9 @@ async def _judged(judge: Callable, task: Task, sandbox: Any, timeout_s: float) -
     try:
         async with asyncio.timeout(timeout_s) as scope:
             return await judge(task, sandbox)
-    except Exception as error:
+    except (Exception, asyncio.CancelledError, SystemExit) as error:
+        if is_cancellation(error):
+            raise
         if scope.expired() and isinstance(error, TimeoutError):
             message = f"judge: was not done with task {task.id!r} within {timeout_s:g} s"
             raise AgentFailed(message, breach=True) from None
@@ -311,7 +324,8 @@ def _reward(agent_result: Any, task: Task) -> tuple[float, dict[str, float]] | N
     if agent_result is None:
         return None
     number, parts = agent_result if isinstance(agent_result, tuple) and len(agent_result) == 2 else (agent_result, {})
-    number = number.item() if hasattr(number, "item") else number
+    with suppress(ValueError, RuntimeError):  # an array or a tensor of several numbers, which is refused below
+        number = number.item() if hasattr(number, "item") else number
     if not isinstance(parts, dict) or not all(map(is_reward, [number, *parts.values()])):
         raise AgentFailed(
             f"agent: gave reward {repr(agent_result)[:80]} for task {task.id!r}; give {A_REWARD}, or "

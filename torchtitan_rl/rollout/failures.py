@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -12,6 +13,7 @@ from torchtitan_rl.rollout.episode import EnvironmentFailed
 from torchtitan_rl.rollout.group import GroupFailed
 from torchtitan_rl.rollout.policy import SamplingFailed
 from torchtitan_rl.rollout.sampler import AlteredForTraining
+from torchtitan_rl.tasks.outcomes import is_cancellation
 from torchtitan_rl.types.ends import Ended
 
 __all__ = ["Failures", "TooManyFailures"]
@@ -61,7 +63,10 @@ class Failures:
                 return await call(retry)
             except (SamplingFailed, AlteredForTraining, Ended):
                 raise
-            except Exception as error:
+            except (Exception, asyncio.CancelledError, SystemExit) as raised:
+                if is_cancellation(raised):
+                    raise
+                error = raised if isinstance(raised, Exception) else RuntimeError(f"{type(raised).__name__}: {raised}")
                 cause = "environment" if isinstance(error, EnvironmentFailed) else stage
                 if counts is not None:
                     counts[f"failure/{cause}"] += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from torchtitan_rl.types import A_REWARD, Rollout, RolloutGroup, Task, is_reward
 if TYPE_CHECKING:  # it imports Monarch, and most runs have no such role
     from torchtitan_rl.rollout.reward_model import RewardModel
 
-__all__ = ["run_attempts", "run_group", "rollouts_of", "workflow_of", "GroupFailed"]
+__all__ = ["raise_worst", "run_attempts", "run_group", "rollouts_of", "workflow_of", "GroupFailed"]
 
 Retrying = Callable[[Callable[[int], Awaitable[Any]], str], Awaitable[Any]]
 
@@ -72,14 +72,20 @@ async def run_group(
     for what `rollouts_of` refuses, and when two rollouts have one id.
     """
     attempts = await _played(workflow, task, policy, n, group_id, seed, retrying)
-    if failure := next((attempt for attempt in attempts if isinstance(attempt, BaseException)), None):
-        raise failure
+    raise_worst(attempts)
     rollouts = [rollout for attempt in attempts if isinstance(attempt, list) for rollout in attempt]
     if unjudged := _unjudged(rollouts, task):
         await _judge(unjudged, task, reward, reward_timeout_s, retrying)
     if reward_model is not None:
         await reward_model.judge(rollouts)
     return RolloutGroup(id=group_id, rollouts=rollouts)
+
+
+def raise_worst(results: Iterable[Any]) -> None:
+    """Raises the first exception of `results` that is no GroupFailed, because it ends the run; else the first one."""
+    failures = [result for result in results if isinstance(result, BaseException)]
+    if failures:
+        raise min(failures, key=lambda failure: isinstance(failure, GroupFailed))
 
 
 async def run_attempts(

@@ -16,7 +16,7 @@ from torchtitan_rl.rollout.demonstrate import demonstrate
 from torchtitan_rl.rollout.draws import Draw
 from torchtitan_rl.rollout.failures import Failures
 from torchtitan_rl.rollout.finished import FinishedGroups
-from torchtitan_rl.rollout.group import run_group, workflow_of
+from torchtitan_rl.rollout.group import raise_worst, run_group, workflow_of
 from torchtitan_rl.rollout.multi_turn import Limits
 from torchtitan_rl.rollout.pair_tokens import pair_tokens
 from torchtitan_rl.rollout.policy import Policy, single_turn
@@ -156,8 +156,7 @@ async def _with_baseline(
     """The group of `attempts` with the rewards of the greedy group beside it as baselines. Raises what either raises,
     with `patient` once both have ended."""
     played: list = list(await asyncio.gather(attempts, greedy, return_exceptions=patient))
-    if failure := next((result for result in played if isinstance(result, BaseException)), None):
-        raise failure
+    raise_worst(played)
     group, beside = played
     set_baselines(group, beside)
     return group

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any
 
-__all__ = ["Outcome", "outcome", "outcome_in_thread", "until"]
+__all__ = ["Outcome", "is_cancellation", "outcome", "outcome_in_thread", "until"]
 
 Outcome = tuple[Any, BaseException | None]
 
@@ -28,11 +28,19 @@ async def until(awaited: Awaitable[Outcome], deadline: float) -> Outcome:
 
 
 async def outcome(function: Callable, *args: Any) -> Outcome:
-    """Outcome of an async function. A CancelledError that the function raises must not look like the run's own."""
+    """Outcome of an async function. A CancelledError that the function raises must not look like the run's own, and its
+    SystemExit must not end the event loop."""
     try:
         return await function(*args), None
-    except (Exception, asyncio.CancelledError) as error:
+    except (Exception, asyncio.CancelledError, SystemExit) as error:
         return None, error
+
+
+def is_cancellation(error: BaseException) -> bool:
+    """Whether an error that the current task has caught is its own cancellation, which it has to raise again, and not a
+    CancelledError that a user's function raised."""
+    task = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
 
 def outcome_in_thread(function: Callable, *args: Any) -> asyncio.Future:

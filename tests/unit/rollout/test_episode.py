@@ -81,6 +81,33 @@ async def test_what_it_raises_names_it_and_the_task(raised):
         await steps_of(ScriptedEnv(broken), "a")
 
 
+@pytest.mark.parametrize("raised", [SystemExit("x"), asyncio.CancelledError("x")])
+async def test_an_async_environment_that_leaves_fails_its_attempt_alone(raised):
+    async def broken(text):
+        raise raised
+
+    with pytest.raises(RuntimeError, match="environment=AsyncScriptedEnv: step raised .*x for task 'play/1'; mend it"):
+        await steps_of(AsyncScriptedEnv(broken), "a")
+
+
+async def test_an_episode_that_is_cancelled_is_no_failure():
+    async def wait(text):
+        await asyncio.Event().wait()
+
+    playing = asyncio.ensure_future(steps_of(AsyncScriptedEnv(wait), "a"))
+    await asyncio.sleep(0.01)
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+
+
+async def test_a_plain_step_may_return_what_is_awaited():
+    async def step(text):
+        return Step(done=True)
+
+    assert (await steps_of(ScriptedEnv(lambda text: step(text)), "a"))[1][0].done
+
+
 async def test_a_plain_step_that_never_returns_ends_at_its_deadline():
     start = time.monotonic()
     with pytest.raises(RuntimeError, match="step gave no answer for task 'play/1' within 0.1 s"):

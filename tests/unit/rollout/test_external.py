@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+import torch
 from openai import APIStatusError, BadRequestError
 
 from tests.kit.sampler import FunctionSampler, policy
@@ -195,6 +196,14 @@ async def silent(task, endpoint):
     return 1.0
 
 
+async def leaves(task, endpoint):
+    sys.exit("usage")
+
+
+async def gives_a_quarter(task, sandbox):
+    return 0.25
+
+
 def gives(value):
     async def agent(task, endpoint):
         await ask(endpoint)
@@ -210,6 +219,9 @@ def gives(value):
         (hangs, {"timeout_s": 0.5}, "was not done with task 't/1' within 0.5 s"),
         (stays, {"timeout_s": 0.5}, "was not done"),
         (silent, {}, "took no completion"),
+        (leaves, {}, "agent: raised RuntimeError: SystemExit: usage for task 't/1'"),
+        (lambda task, endpoint: sys.exit(2), {}, "agent: raised RuntimeError: SystemExit: 2 for task"),
+        (gives(torch.ones(2)), {}, "gave reward tensor"),
         (gives(math.nan), {}, "gave reward nan"),
         (gives("high"), {}, "gave reward 'high'"),
         (gives((1.0, {"a": math.inf})), {}, "gave reward"),
@@ -280,6 +292,16 @@ async def test_a_command_over_a_limit_is_killed_and_nothing_is_left(tail, limits
         await play(command(f"own = '{own}'\n{tail}"), command=limits, timeout_s=20)
     assert time.monotonic() - began < 20  # a supervisor that finds nobody to kill gives up after 30 s
     assert not [p for p in psutil.process_iter(["cmdline"]) if own in str(p.info)]
+
+
+@pytest.mark.parametrize("judge, reward", [(None, 0.5), (gives_a_quarter, 0.25)])
+async def test_a_command_that_fails_at_a_limit_of_the_session_keeps_its_reward(judge, reward):
+    tail = """
+open(os.environ["REWARD_FILE"], "w").write("0.5")
+post(os.environ["OPENAI_BASE_URL"] + "/completions", {"model": "policy", "prompt": "x"})
+"""
+    rollout = await play(command(tail), session=SessionLimits(max_turns=1), judge=judge)
+    assert (rollout.end_reason, rollout.reward) == ("turns", reward)
 
 
 async def test_a_limit_of_the_session_ends_the_rollout_without_failure():

@@ -116,6 +116,33 @@ async def test_a_fault_of_the_generators_is_no_failure_of_a_rollout():
     assert not counted.failed
 
 
+async def test_a_fault_of_the_generators_is_raised_before_a_failed_sibling():
+    counted = failures("drop_group")
+    with pytest.raises(SamplingFailed, match="no generator is left"):
+        await group(attempts(ValueError("odd"), SamplingFailed("no generator is left")), counted.retrying)
+
+
+@pytest.mark.parametrize("raised", [asyncio.CancelledError("scope"), SystemExit("scope")])
+async def test_a_workflow_that_cancels_itself_or_leaves_has_failed(raised):
+    counted = failures("drop_group")
+    with pytest.raises(GroupFailed, match="scope"):
+        await group(attempts(raised), counted.retrying)
+    assert counted.failed == {"workflow": 1}
+
+
+async def test_the_end_of_a_run_is_no_failure():
+    async def waits(task, policy, *, rollout_id, seed):
+        await asyncio.Event().wait()
+
+    counted = failures("retry")
+    playing = asyncio.ensure_future(group(waits, counted.retrying))
+    await asyncio.sleep(0.01)
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    assert not counted.failed
+
+
 async def test_too_many_failures_end_the_run_with_their_causes():
     counted = failures("drop_group", max_failed_frac=0.25)
 

@@ -169,11 +169,12 @@ async def test_errors_with_a_meaning_elsewhere_are_errors_of_the_reward_too(erro
     assert f"raised {type(error).__name__}" in await refusal(plain)
 
 
-async def test_a_cancellation_within_an_async_reward_is_its_error_not_ours():
-    async def cancelled(task, completions):
-        raise asyncio.CancelledError
+@pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError()])
+async def test_a_cancellation_or_an_exit_within_an_async_reward_is_its_error_not_ours(error):
+    async def leaves(task, completions):
+        raise error
 
-    assert "raised CancelledError" in await refusal(cancelled)
+    assert f"raised {type(error).__name__}" in await refusal(leaves)
 
 
 async def test_a_reward_that_takes_other_arguments_is_an_error_of_the_reward():
