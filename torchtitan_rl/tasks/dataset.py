@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from torchtitan_rl.tasks import row_files, splits
+from torchtitan_rl.tasks.decimals import plain_decimal
 from torchtitan_rl.tasks.family import SPLITS, DataIdentity, TaskSource, check_index, check_split, stable_hash
 from torchtitan_rl.tasks.row_tasks import RowTasks
 from torchtitan_rl.types import Task
@@ -127,7 +128,7 @@ class Dataset:
         """1 for a completion that is the answer but for white space around either, else 0."""
         if self.reward_fn is not None:
             return self.reward_fn(task, completions)
-        answer = str(task.answer).strip()
+        answer = (plain_decimal(task.answer) if isinstance(task.answer, float) else str(task.answer)).strip()
         return [float(completion.strip() == answer) for completion in completions]
 
     def source(self, split: str, seed: int) -> TaskSource:

@@ -127,25 +127,36 @@ def _read_hub(path: str, subset: str | None, split: str) -> Any:
         ) from error
 
 
-# A minus sign, not a dash between two numbers; currency; digits, alone or in groups of three; maybe a denominator.
+# A minus sign, not a dash between two numbers; currency; digits, alone or in groups of three; maybe a denominator, or the
+# fraction of a mixed number such as 1 1/2.
 _NUMBER = re.compile(
     r"(?P<sign>(?<![\w)\]}])-)?(?:[$€£](?P<inner_sign>-)?)?"
     r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|(?<![0-9])[0-9]++(?!,[0-9]))(?:\.[0-9]+)?|(?<![\w.])\.[0-9]+)"
-    r"(?:\s?/\s?(?P<denominator>[0-9]+))?"
+    r"(?:\s?/\s?(?P<denominator>[0-9]+)|[ ](?P<rest>[0-9]++)/(?P<of>[0-9]++))?"
 )
 _BOX = re.compile(r"\\boxed\s?\{((?:[^{}]|\{[^{}]*\})*)\}")
-_MARKER = re.compile(r"####[^\w\n]{0,8}?(" + re.sub(r"\?P<\w+>", "", _NUMBER.pattern) + ")")
+_MARKER = re.compile(
+    r"####(?:[^\w\n]{0,8}+(?i:(?:the )?(?:final )?answer(?: is)?)(?!\w))?[^\w\n]{0,8}?("
+    + re.sub(r"\?P<\w+>", "", _NUMBER.pattern)
+    + ")"
+)
+# \frac{1}{2}, \frac12; a minus sign with a blank where nothing to subtract from stands before it.
+_FRACTION = re.compile(r"(\d?)\\[dt]?frac\s?(?:\{([^{}]*)\}|(\d))\s?(?:\{\s?(-?)([^{}]*)\}|(\d))")
+_SPACED_MINUS = re.compile(r"(=|####|\\boxed\s?\{)([ \t*($]{0,8})-[ \t]{1,8}(?=[0-9.$€£])")
 _MAX_DIGITS = 100
 
 
 def final_number(text: str) -> Fraction | None:
-    r"""The number a solution ends with: after the last `####` or in the last `\boxed{}`, else the last of the text.
+    r"""The number a solution ends with: after the last `####`, where "the final answer is" may stand between, or in the
+    last `\boxed{}`, else the last of the text.
 
     Example: `final_number("So she pays #### $1,000.50 in all") == Fraction(2001, 2)`. None where there is no number.
     """
-    text = re.sub(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}", r"\1/\2", text)
+    text = _FRACTION.sub(_plain_fraction, text)
+    text = re.sub(r"-\s?\\(?:text|mathrm|mathbf|textbf)\{\s?([^{}]*)\}", r"-\1", text)
     for written, plain in {"{,}": ",", "\\$": "$", "\\,": "", "\\!": "", "\u2212": "-"}.items():
         text = text.replace(written, plain)
+    text = _SPACED_MINUS.sub(r"\1\2-", text)
     marked = {match.start(): match.group(1) for match in _MARKER.finditer(text)}
     for match in _BOX.finditer(text):
         # \boxed{x = 5} means 5.
@@ -157,6 +168,15 @@ def final_number(text: str) -> Fraction | None:
     return _parse(numbers[-1]) if numbers else None
 
 
+def _plain_fraction(match: re.Match) -> str:
+    r"""`1/2` for `\frac{1}{2}`, ` 1/2` behind a digit, `-1/2` for `\frac{1}{-2}`."""
+    whole, above, digit_above, sign, below, digit_below = (group or "" for group in match.groups())
+    above = above + digit_above
+    if sign:
+        above = above.strip().removeprefix("-") if above.strip().startswith("-") else f"-{above.strip()}"
+    return f"{whole}{' ' if whole else ''}{above}/{below}{digit_below}"
+
+
 def _value(text: str) -> Fraction | None:
     """The first number of `text`."""
     match = _NUMBER.search(text)
@@ -165,8 +185,11 @@ def _value(text: str) -> Fraction | None:
 
 def _parse(match: re.Match) -> Fraction | None:
     digits, denominator = match["digits"].replace(",", ""), match["denominator"] or "1"
+    rest, of = match["rest"] or "0", match["of"] or "1"
     # Python refuses to read integers of thousands of digits, which a policy may well write.
-    if len(digits) + len(denominator) > _MAX_DIGITS or int(denominator) == 0:
+    if sum(map(len, (digits, denominator, rest, of))) > _MAX_DIGITS or int(denominator) == 0:
         return None
     value = Fraction(digits) / int(denominator)
+    if value.denominator == 1 and int(rest) < int(of):  # else two numbers side by side, of which this is the first
+        value += Fraction(int(rest), int(of))
     return -value if match["sign"] or match["inner_sign"] else value

@@ -24,8 +24,8 @@ Message = dict[str, str]
 
 
 def only_number(text: str) -> float:
-    """The number in a judge's answer. Raises ValueError unless there is exactly one."""
-    numbers = re.findall(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?", text)
+    """The number in a judge's answer; the dash of `Score-7` is no sign. Raises ValueError unless there is exactly one."""
+    numbers = re.findall(r"(?:(?<![\w)])[-+])?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?", text)
     if len(numbers) != 1:
         raise ValueError(
             f"the judge answered {text[:80]!r}, which has {len(numbers)} numbers; ask for a number and nothing else, "
@@ -37,7 +37,7 @@ def only_number(text: str) -> float:
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """Reads a judge that answers with one of a few words: `Verdict({"right": 1.0, "wrong": 0.0})`. Capitals, blanks and
-    a full stop at the end do not count. Raises ValueError for words that are empty or alike, and for an answer that is
+    full stops at the end do not count. Raises ValueError for words that are empty or alike, and for an answer that is
     no such word."""
 
     scores: dict[str, float]
@@ -59,7 +59,7 @@ class Verdict:
 
 
 def _bare(word: str) -> str:
-    return word.strip().rstrip(".").casefold()
+    return word.strip().rstrip(". \t\n").casefold()
 
 
 @dataclass(kw_only=True, slots=True)
@@ -150,12 +150,18 @@ class HttpJudge:
         body = {"messages": messages} if self.chat else {"prompt": content}
         async with slots:
             # The client's deadline begins again with every byte, and some servers send blanks while they think.
+            limit_s = (self.retries + 1) * (self.timeout_s + LONGEST_WAIT_S)
             try:
-                async with asyncio.timeout((self.retries + 1) * (self.timeout_s + LONGEST_WAIT_S)):
+                async with asyncio.timeout(limit_s) as scope:
                     asking = (client.chat.completions if self.chat else client.completions).with_raw_response
                     response = await asking.create(model=self.model, **body, **self.request)
                     answer = response.parse()
             except Exception as error:
+                if scope.expired():
+                    raise ConnectionError(
+                        f"{self.base_url}: gave no whole answer within {limit_s:g} s, retries included; see what keeps "
+                        "the server, or ask for less (max_tokens in http_judge.request)"
+                    ) from error
                 raise ConnectionError(f"{self.base_url}: {type(error).__name__}: {error}") from error
         if retries := response.retries_taken:
             self._retried += retries

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from torchtitan_rl.tasks.decimals import plain_decimal
 from torchtitan_rl.tasks.reward_process import cpu_bound
 from torchtitan_rl.types import Task
 
@@ -26,7 +27,8 @@ def math_equal(task: Task, completions: list[str]) -> Sequence[float]:
     Raises ValueError for a task whose answer is not mathematics, RuntimeError if math-verify is not installed.
     """
     math_verify = _import_math_verify()
-    answer = _read(math_verify, f"${task.answer}$", [math_verify.LatexExtractionConfig()])
+    # An exponent would be read as Euler's number.
+    answer = _read(math_verify, f"${plain_decimal(task.answer)}$", [math_verify.LatexExtractionConfig()])
     if not answer:
         raise ValueError(f"task.answer={task.answer!r}: is not mathematics that math-verify can read; mend the task")
     extraction = [math_verify.LatexExtractionConfig(), math_verify.ExprExtractionConfig()]

@@ -14,6 +14,7 @@ from torchtitan_rl.tasks.env import Env, Observation, Step
 from torchtitan_rl.tasks.family import check_index, check_split, stable_hash
 from torchtitan_rl.tasks.limited import PerLoop
 from torchtitan_rl.tasks.sandbox.config import SandboxConfig
+from torchtitan_rl.tasks.sandbox.sandbox import Finished
 from torchtitan_rl.types import Task
 
 __all__ = ["Program", "Repair", "RepairEnv", "Runner"]
@@ -153,7 +154,7 @@ class RepairEnv(Env):
 
 class Runner:
     """Runs programs in sandboxes, each in one of its own, and as many at once as there are cores. What a program
-    returned for the same arguments is remembered."""
+    returned for the same arguments is remembered, unless it took too long."""
 
     def __init__(self, sandbox: SandboxConfig, timeout_s: float) -> None:
         self._sandbox, self._timeout_s = sandbox, timeout_s
@@ -174,22 +175,29 @@ class Runner:
             if key not in self._values:  # a sibling's answer may have been the same
                 if len(self._values) >= _REMEMBERED:
                     self._values.clear()
-                self._values[key] = await self._run(expression, arguments)
+                done = await self._run(expression, arguments)
+                if done.limit == "time":  # the machine may have been slow: not remembered
+                    return None
+                self._values[key] = _printed(done)
             return self._values[key]
 
-    async def _run(self, expression: str, arguments: tuple[int, int]) -> list | None:
+    async def _run(self, expression: str, arguments: tuple[int, int]) -> Finished:
         calls = [arguments, *CALLS]
         script = f"scope = {{}}\nexec(open('program.py').read(), scope)\nprint([scope['f'](*call) for call in {calls}])"
         files = {"program.py": f"def f(a,b): return {expression}\n".encode(), "calls.py": script.encode()}
         async with self._sandbox.open(files) as sandbox:
-            done = await sandbox.run([sandbox.python, "-I", "-S", "calls.py"], timeout_s=self._timeout_s)
-        if done.status or done.limit:
-            return None
-        try:
-            values = json.loads(done.stdout)
-        except (ValueError, RecursionError):  # the program has printed
-            return None
-        return values if isinstance(values, list) else None
+            return await sandbox.run([sandbox.python, "-I", "-S", "calls.py"], timeout_s=self._timeout_s)
+
+
+def _printed(done: Finished) -> list | None:
+    """The list that a program's calls printed; None where it has failed."""
+    if done.status or done.limit:
+        return None
+    try:
+        values = json.loads(done.stdout)
+    except (ValueError, RecursionError):  # the program has printed
+        return None
+    return values if isinstance(values, list) else None
 
 
 def _programs(largest: int) -> list[Program]:

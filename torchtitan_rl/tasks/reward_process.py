@@ -121,6 +121,7 @@ class RewardProcess:
         """Sends the function unless the process holds it; returns when the process runs and the imports are done."""
         pickled = _pickled(function)
         if pickled != self._loaded:
+            self._loaded = None  # whatever happens, the process gives up the function that it holds
             self._ask("load", pickled)
             self._loaded = pickled
 

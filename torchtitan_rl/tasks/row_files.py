@@ -106,7 +106,7 @@ def _read(path: str, ending: str) -> Any:
     if "Value('timestamp[" not in repr(rows.features):
         return rows
     # Arrow took texts such as 2024-01-05 for times: an answer would no longer be the text that the file has.
-    items = _json_items(Path(path).read_text(encoding="utf-8"))
+    items = _json_items(Path(path).read_text(encoding="utf-8-sig"))
     return datasets.Dataset.from_dict({column: [item.get(column) for item in items] for column in rows.features})
 
 

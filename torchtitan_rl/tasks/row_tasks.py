@@ -53,9 +53,15 @@ class RowTasks:
             parts = {part: value_at(row, column) for part, column in self.columns.items() if column is not None}
         for part in self._needed():
             value = parts.get(part)
+            if part == "answer" and self.config.reward is None and isinstance(value, str):
+                value = value.strip()  # blanks alone would pay the empty completion
             if value is None or value == "" or value != value:  # NaN, as pandas writes what is missing
                 raise self._error(part, position, f"has no {part}", self._remedy(part))
         answer, demonstration = parts.get("answer"), parts.get("demonstration")
+        if self.config.reward is None and isinstance(answer, bool):
+            raise self._error("answer", position, f"has the bool {answer}, which has no one text", "give text")
+        if self.config.reward is None and isinstance(answer, float) and abs(answer) >= 2**53:
+            raise self._error("answer", position, f"has the float {answer}, which has lost digits", "give text")
         if self.config.reward is None and isinstance(answer, float) and answer.is_integer():
             answer = int(answer)  # beside fractions a column of numbers is one of floats, and `18` becomes 18.0
         if self.config.reward is None and not isinstance(answer, str | int | float):

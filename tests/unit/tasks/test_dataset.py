@@ -130,6 +130,11 @@ def test_the_reward_is_an_exact_match_unless_the_config_has_one():
     assert made.reward(task, [str(task.answer), f" {task.answer}\n", f"{task.answer}.0", ""]) == [1.0, 1.0, 0.0, 0.0]
 
 
+def test_a_small_fraction_is_compared_as_a_plain_decimal():
+    made = family(data=datasets.Dataset.from_list([{"question": str(i), "answer": 1e-05} for i in range(9)]))
+    assert made.reward(made.task("train", 0), ["0.00001", "1e-05"]) == [1.0, 0.0]
+
+
 def test_csv_keeps_the_text_of_the_file():
     with open("rows.csv", "w") as file:
         file.write("question,answer\n" + "".join(f'"{i}, please",00{i}\n' for i in range(8)) + "NA,null\n")
@@ -147,7 +152,8 @@ def test_json_keeps_the_text_of_dates(as_list):
     if as_list:
         Path("rows.json").write_text(json.dumps(made))
     else:
-        Path("rows.jsonl").write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in made))
+        lines = "\n".join(json.dumps(row, ensure_ascii=False) for row in made)
+        Path("rows.jsonl").write_text("\ufeff" + lines)  # as some editors begin a file
     read = read_file("rows.json" if as_list else "rows.jsonl", "train")
     assert [row["answer"] for row in read] == [row["answer"] for row in made]
     assert [row["of"] for row in read] == [None] + 7 * [{"day": "2024-01-05"}]
@@ -212,6 +218,12 @@ def test_overlap_is_refused_dropped_or_allowed(caplog):
         ({"train": "number.jsonl"}, "cannot be read (line 2 is no JSON object)"),
         ({"train": "wide.csv"}, "dataset.train='wide.csv': cannot be read"),
         ({"train": "lacking.jsonl"}, "dataset.answer='answer': row 3 of lacking.jsonl has no answer; fill it in"),
+        ({"train": "flag.jsonl"}, "row 1 of flag.jsonl has the bool True, which has no one text; give text"),
+        (
+            {"train": "big.jsonl"},
+            "row 1 of big.jsonl has the float 9007199254740992.0, which has lost digits; give text",
+        ),
+        ({"train": "blank.jsonl"}, "row 1 of blank.jsonl has no answer; fill it in"),
         ({"train": "lacking.jsonl", "answer": "how", "demonstration": "answer"}, "row 3 of lacking.jsonl has no d"),
         ({"prompt": "answer", "train": "typed.jsonl"}, "row 1 of typed.jsonl has a int, not text or messages"),
         ({"answer": "inner", "train": "typed.jsonl"}, "row 1 of typed.jsonl has a dict, which no text can equal; give"),
@@ -252,6 +264,9 @@ def test_what_does_not_fit_is_refused_with_its_name_and_row(config, complaint):
         "wide.csv": 'question,answer\n"a",1,2,3\n',
     }.items():
         Path(name).write_text(text)
+    write("flag.jsonl", [{"question": "a", "answer": True}])
+    write("big.jsonl", [{"question": "a", "answer": 2**53 + 1}, {"question": "b", "answer": 0.5}])
+    write("blank.jsonl", [{"question": "a", "answer": " \n"}])
     write("lacking.jsonl", [*rows(2), {"question": "a", "how": "b"}, *rows(9, 3)])
     user = {"role": "user", "content": "x"}
     talk = [user, {"role": "assistant", "content": "y"}]

@@ -98,6 +98,24 @@ def test_parquet_files_read_the_same(files):
         ("and so on...18", 18),
         ("50%", 50),
         ("#### 1,2345", 2345),  # no number is written like that: not 1
+        ("\\boxed{- 3}", -3),
+        ("#### - 3", -3),
+        ("so x=- 3", -3),
+        ("10 = 13 - 3", 3),
+        ("Apples:\n- 3 red", 3),  # a list
+        ("\\boxed{-\\text{3}}", -3),
+        ("\\boxed{- \\frac{1}{2}}", Fraction(-1, 2)),
+        ("\\boxed{\\frac{1}{-2}}", Fraction(-1, 2)),
+        ("\\boxed{\\frac{-1}{2}}", Fraction(-1, 2)),
+        ("\\boxed{\\frac{-1}{-2}}", Fraction(1, 2)),
+        ("\\boxed{\\frac12}", Fraction(1, 2)),
+        ("\\boxed{\\frac1{2}}", Fraction(1, 2)),
+        ("\\boxed{1\\frac{1}{2}}", Fraction(3, 2)),
+        ("\\boxed{-1 \\dfrac{1}{2}}", Fraction(-3, 2)),
+        ("#### 1 1/2", Fraction(3, 2)),
+        ("#### 18 3/2", 18),
+        ("#### Answer: 18\nThanks 5", 18),
+        ("#### The final answer is **$18** of 20", 18),
         ("no number", None),
         ("", None),
         ("#### ", None),
@@ -110,6 +128,8 @@ def test_the_final_number(text, number):
 
 
 def test_junk_of_a_collapsed_policy_is_judged_at_once():
+    for junk in ("=" * 20000, "= " * 9000, "1\\frac" * 5000, "1 1/" * 9000, "-\\text{" * 5000, "#### answer" * 5000):
+        final_number(junk)
     for junk in ("#" * 20000, "\\boxed{" * 3000, "{" * 20000, "1," * 10000, "\\boxed{" + "a" * 20000, "-" * 20000):
         final_number(junk)
 

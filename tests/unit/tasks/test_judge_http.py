@@ -10,6 +10,7 @@ import pytest
 
 from tests.kit.refusal import refusal
 from torchtitan_rl.config.resolve import rebuilt, resolved
+from torchtitan_rl.tasks import judge_http
 from torchtitan_rl.tasks.judge_http import HttpJudge, Verdict, only_number
 from torchtitan_rl.tasks.judging import judge
 from torchtitan_rl.tasks.rewards import Rewards
@@ -141,6 +142,14 @@ async def test_a_judge_that_does_not_answer_is_late(server):
     assert time.monotonic() - began < 5 and len(server.requests) == 2
 
 
+async def test_a_server_that_sends_blanks_for_ever_is_named_with_the_limit(server, monkeypatch):
+    monkeypatch.setattr(judge_http, "LONGEST_WAIT_S", -29.5)
+    server.hang = True
+    assert "gave no whole answer within 0.5 s, retries included; see what keeps" in await refused(
+        http_judge(server, retries=0), "1"
+    )
+
+
 async def test_an_answer_that_is_no_number(server):
     assert "the judge answered 'good', which has 0 numbers; ask for a number" in await refused(
         http_judge(server), "good"
@@ -175,13 +184,15 @@ async def test_half_a_number_is_no_reward(server):
 
 def test_a_verdict_is_one_of_its_words():
     verdict = Verdict({"Right": 1.0, "wrong": -0.5})
-    assert [verdict(text) for text in ("right", " RIGHT.\n", "wrong")] == [1.0, 1.0, -0.5]
+    assert [verdict(text) for text in ("right", " RIGHT.\n", "right .", "wrong")] == [1.0, 1.0, 1.0, -0.5]
     assert "the judge answered 'rightly', which is none of 'Right', 'wrong'" in refusal(verdict, "rightly")
     for scores in ({}, {"": 1.0}, {"yes": 1.0, "Yes.": 0.0}):
         assert refusal(Verdict, scores).startswith("verdict.scores=")
 
 
-@pytest.mark.parametrize("text, number", [("0.5", 0.5), ("Score: -1.", -1.0), ("**.25**", 0.25), ("1e-2", 0.01)])
+@pytest.mark.parametrize(
+    "text, number", [("0.5", 0.5), ("Score: -1.", -1.0), ("**.25**", 0.25), ("1e-2", 0.01), ("Score-7", 7.0)]
+)
 def test_the_only_number(text, number):
     assert only_number(text) == number
 

@@ -17,7 +17,7 @@ import torch
 
 from tests.kit.processes import gone
 from torchtitan_rl.tasks.judging import judge
-from torchtitan_rl.tasks.reward_process import cpu_bound
+from torchtitan_rl.tasks.reward_process import RewardProcess, RewardProcessError, cpu_bound
 from torchtitan_rl.types import Task
 
 TASK = Task(id="t/7", prompt="1+1=", answer="2")
@@ -180,6 +180,23 @@ async def test_what_cannot_be_sent_or_loaded_is_refused():
             raise AssertionError
 
     assert "could not be loaded by a process: ValueError: invalid literal" in (await refusal(Unloadable()))[0]
+
+
+def test_a_function_is_sent_again_after_one_that_cannot_be_loaded():
+    class Unloadable:
+        def __reduce__(self):
+            return (int, ("x",))
+
+    process = RewardProcess()
+    try:
+        process.load(right)
+        with pytest.raises(RewardProcessError, match="could not be loaded"):
+            process.load(Unloadable())
+        process.load(right)
+        assert process.call(TASK, ["2"]) == [1.0]
+    finally:
+        process.kill()
+        process.process.wait()
 
 
 def test_an_async_function_cannot_be_marked():
