@@ -35,7 +35,7 @@ STOP = signal.SIGUSR2
 """Tells a supervisor to kill everything below it and to end. A scheduler sends SIGTERM to every process of a run and
 means the controller, so a supervisor ignores SIGTERM."""
 FAILED = 125
-"""Exit status of a supervisor that cannot start its command."""
+"""Exit status of a supervisor that cannot make the surroundings of its command."""
 
 _KILL_S = 30.0
 """Seconds for the processes of a tree to end once they are killed: a hundred take long on a busy machine."""
@@ -45,6 +45,7 @@ _CLONE_NEWNS, _CLONE_NEWUSER, _CLONE_NEWPID = 0x00020000, 0x10000000, 0x20000000
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18  # linux/mount.h
 
 _WAITED = {STOP, signal.SIGCHLD}
+_STOPPING = {signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}
 _IGNORED = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 
@@ -56,7 +57,8 @@ def command_line(
     visible.
 
     The kernel holds each process of the command to `memory_bytes` of address space and files of `file_bytes`; 0: no
-    limit. The supervisor exits as the command does, and with FAILED and a sentence where the command cannot be started.
+    limit. The supervisor ends as the command does; with 127 and a sentence where the command cannot be started, with
+    FAILED and a sentence where its surroundings cannot be made.
     """
     settings = (str(os.getpid()), directory, cwd, str(int(isolated)), str(memory_bytes), str(file_bytes))
     # By an import, because Python compiles a script anew each time that it runs.
@@ -124,8 +126,9 @@ def _leave(mask: set[int | signal.Signals]) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _supervise(child: int) -> NoReturn:
-    """Waits for the child's end or for STOP, kills what is left below this process, and ends as the child did."""
+def _supervise(child: int, report: int | None = None) -> NoReturn:
+    """Waits for the child's end or for STOP, kills what is left below this process, and ends as the child did, or as
+    the status that the first process of a namespace wrote to `report` says."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1):  # whoever reads what the child writes waits for the child alone
         os.dup2(nothing, descriptor)
@@ -134,6 +137,8 @@ def _supervise(child: int) -> NoReturn:
         status = _reaped(child)
     killed = _kill_below(child)
     status = killed if status is None else status
+    if report is not None:
+        status = _reported(report) or status
     if status is None:
         os._exit(FAILED)
     if os.WIFSIGNALED(status):
@@ -144,6 +149,16 @@ def _supervise(child: int) -> NoReturn:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
         os.kill(os.getpid(), number)
     os._exit(os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else FAILED)
+
+
+def _reported(report: int) -> int | None:
+    """The status that the first process of a namespace wrote; None where it wrote none. A command may reach the pipe
+    through /proc, and must not stop the supervisor."""
+    try:
+        status = int.from_bytes(os.read(report, 2), "little")
+    except BlockingIOError:  # processes of the namespace are left
+        return None
+    return None if os.WIFSIGNALED(status) and os.WTERMSIG(status) in _STOPPING else status
 
 
 def _reaped(child: int) -> int | None:
@@ -183,29 +198,41 @@ def _kill_below(child: int) -> int | None:
 def main(arguments: list[str]) -> NoReturn:
     """A supervisor's process, with the arguments that `command_line` makes."""
     _, parent, directory, cwd, isolated, memory_bytes, file_bytes, *command = arguments
-    mask = _begin(int(parent))
+    mask, report = _begin(int(parent)), None
     if int(isolated):
         _own_namespaces()
         _end_with(int(parent))
+        report, writing = os.pipe()
+        os.set_blocking(report, False)
     if (child := os.fork()) == 0:
         try:
             _leave(mask)
             if int(isolated):
                 _own_view(directory)
                 if (grandchild := os.fork()) != 0:
-                    _first_process(grandchild)
+                    _first_process(grandchild, writing)
                 os.setsid()  # the command may stop its own group, and must not stop process 1 with it
             os.chdir(cwd)
             for kind, limit in ((resource.RLIMIT_AS, memory_bytes), (resource.RLIMIT_FSIZE, file_bytes)):
                 _limit(kind, int(limit))
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            os.execvp(command[0], command)
+            _become(command)
         except BaseException as error:
             print(f"{command[0]!r} cannot be started: {error}", file=sys.stderr, flush=True)
-            os._exit(127 if isinstance(error, FileNotFoundError) else FAILED)
         finally:
             os._exit(FAILED)
-    _supervise(child)
+    if report is not None:
+        os.close(writing)
+    _supervise(child, report)
+
+
+def _become(command: list[str]) -> NoReturn:
+    """Replaces this process by a command; one that cannot be started has status 127."""
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        print(f"{command[0]!r} cannot be started: {error}", file=sys.stderr, flush=True)
+        os._exit(127)
 
 
 def _limit(kind: int, limit: int) -> None:
@@ -280,11 +307,13 @@ def _own_view(directory: str) -> None:
         _call("prctl", _PR_CAPBSET_DROP, capability, 0, 0, 0)
 
 
-def _first_process(child: int) -> NoReturn:
-    """Process 1 of a PID namespace: reaps whatever ends in it, and ends when `child` does, as a shell would."""
+def _first_process(child: int, report: int) -> NoReturn:
+    """Process 1 of a PID namespace: reaps whatever ends in it, and ends when `child` does, as a shell would. No signal
+    of its own ends it, so it writes the child's status to `report` for the supervisor."""
     while True:
         process, status = os.wait()
         if process == child:
+            os.write(report, status.to_bytes(2, "little"))
             os._exit(128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status))
 
 

@@ -363,14 +363,15 @@ def _kill_all(child: int, status: "int | None") -> int:
             status = os.waitstatus_to_exitcode(ended)
 
 
-def _parent(name: str) -> "tuple[int, str]":
-    """A descriptor of the directory of a file, which is made where it does not exist, and the file's own name in it.
-    No part is a link."""
+def _parent(name: str, *, make: bool) -> "tuple[int, str]":
+    """A descriptor of the directory of a file, and the file's own name in it. With `make` it is made where it does not
+    exist. No part is a link."""
     *directories, last = name.split("/")
     at = os.open(DIRECTORY, os.O_RDONLY | os.O_DIRECTORY)
     for part in directories:
         try:
-            os.mkdir(part, 0o755, dir_fd=at)
+            if make:
+                os.mkdir(part, 0o755, dir_fd=at)
         except FileExistsError:
             pass
         try:
@@ -384,7 +385,7 @@ def _parent(name: str) -> "tuple[int, str]":
 def _answer_write(channel: _Channel, files: "dict[str, bytes]") -> None:
     for name, content in files.items():
         try:
-            at, last = _parent(name)
+            at, last = _parent(name, make=True)
             try:
                 try:
                     os.unlink(last, dir_fd=at)
@@ -403,7 +404,7 @@ def _answer_write(channel: _Channel, files: "dict[str, bytes]") -> None:
 def _answer_read(channel: _Channel, name: str, max_bytes: int) -> None:
     """Answers with status 1 and why a file cannot be read, with status 2 where there is none."""
     try:
-        at, last = _parent(name)
+        at, last = _parent(name, make=False)
         try:
             file = os.open(last, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=at)
         finally:

@@ -8,6 +8,7 @@ the controller, and reads what else that user may read.
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import os
 import shutil
@@ -74,7 +75,10 @@ class Plain:
         self, command: Sequence[str], *, timeout_s: float, env: Mapping[str, str] | None = None, cwd: str = "."
     ) -> Finished:
         home = self._below(check_name(cwd))
-        home.mkdir(parents=True, exist_ok=True)
+        try:
+            home.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SandboxError(f"sandbox: cwd={cwd!r} cannot be made ({error.strerror}); name a directory") from error
         line = process_tree.command_line(
             self.directory,
             list(command),
@@ -83,15 +87,21 @@ class Plain:
             memory_bytes=self.limits.memory_bytes,
             file_bytes=self.limits.disk_bytes,
         )
-        process = await asyncio.create_subprocess_exec(
-            *line,
-            cwd=home,
-            env=_environment() | {"HOME": str(home), "TMPDIR": str(home), _MARK: self._mark} | dict(env or {}),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,
-        )
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *line,
+                cwd=home,
+                env=_environment() | {"HOME": str(home), "TMPDIR": str(home), _MARK: self._mark} | dict(env or {}),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                start_new_session=True,
+            )
+        except (OSError, ValueError) as error:
+            if isinstance(error, OSError) and error.errno != errno.E2BIG:
+                raise SandboxError(f"sandbox: its supervisor cannot be started ({error.strerror})") from error
+            # A word or a variable is too long or has a NUL.
+            return Finished(status=127, stdout=b"", stderr=f"{command[0]!r} cannot be started: {error}\n".encode())
         output = _Output(self.limits.output_bytes)
         try:
             limit = await self._watched(process, output, timeout_s)
@@ -159,7 +169,8 @@ class Plain:
         the pipe open."""
         while process.returncode is None:
             await asyncio.sleep(_LOOK_EVERY_S)
-            if len(process_tree.descendants(process.pid, _parents())) > self.limits.processes:
+            first = int(self._isolated)  # process 1 of its namespace is none of the command's
+            if len(process_tree.descendants(process.pid, _parents())) > self.limits.processes + first:
                 return "processes"
             if await asyncio.to_thread(_size, self._directory) > self.limits.disk_bytes:
                 return "disk"

@@ -10,7 +10,8 @@ import pytest
 
 from torchtitan_rl.tasks.sandbox import bubblewrap
 from torchtitan_rl.tasks.sandbox.config import SandboxConfig
-from torchtitan_rl.tasks.sandbox.sandbox import SandboxError
+from torchtitan_rl.tasks.sandbox.plain import Plain, no_isolation
+from torchtitan_rl.tasks.sandbox.sandbox import SandboxError, SandboxLimits
 
 KINDS = [
     "none",
@@ -37,6 +38,7 @@ async def test_files_go_in_commands_run_and_files_come_out(small):
         assert done.tail() == "3 | 4 | no"
         assert (await sandbox.read("sum"), await sandbox.read("tests/b.txt")) == (b"7", b"4\n")
         assert await sandbox.read("product") is None and await sandbox.read("none/at/all") is None
+        assert (await sandbox.run(["test", "-e", "none"], timeout_s=20)).status == 1  # reading makes no directories
         await sandbox.write({"a.txt": b"5"})
         assert await sandbox.read("a.txt") == b"5"
         directory = sandbox.directory
@@ -70,6 +72,36 @@ async def test_a_command_that_is_none_has_status_127(small):
     async with small.open() as sandbox:
         done = await sandbox.run(["no-such-program"], timeout_s=20)
     assert done.status == 127 and b"'no-such-program' cannot be started" in done.stdout + done.stderr
+
+
+async def test_what_cannot_be_executed_or_passed_on_has_status_127(small):
+    async with small.open({"plain": b"#!/bin/sh\n"}) as sandbox:
+        for command in ([f"{sandbox.directory}/plain"], ["echo", "x" * 2**18], ["echo", "a\0b"]):
+            done = await sandbox.run(command, timeout_s=20)
+            assert done.status == 127 and b"cannot be started" in done.stdout + done.stderr, command[0]
+
+
+async def test_a_directory_that_is_a_file_is_refused():
+    async with SandboxConfig().open({"home": b""}) as sandbox:
+        with pytest.raises(SandboxError, match="cwd='home' cannot be made"):
+            await sandbox.run(["true"], timeout_s=20, cwd="home")
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+async def test_a_signal_is_a_negative_status_and_one_process_is_one(isolated):
+    if isolated and (reason := no_isolation()):
+        pytest.skip(f"no namespaces here: {reason}")
+    limits = SandboxLimits(memory_bytes=2**30, disk_bytes=2**24, output_bytes=2**16, processes=1, cpu_s=0.0)
+    sandbox = Plain(limits, isolated=isolated)
+    try:
+        signalled = await sandbox.run(["sh", "-c", "kill -9 $$"], timeout_s=20)
+        exited = await sandbox.run(["sh", "-c", "exit 137"], timeout_s=20)
+        alone = await sandbox.run(["sleep", "0.6"], timeout_s=20)
+        two = await sandbox.run(["sh", "-c", "sleep 20; true"], timeout_s=20)
+    finally:
+        await sandbox.close()
+    assert [(done.status, done.limit) for done in (signalled, exited, alone)] == [(-9, ""), (137, ""), (0, "")]
+    assert two.limit == "processes"
 
 
 async def test_neither_links_nor_pipes_nor_too_much_is_read(small):
