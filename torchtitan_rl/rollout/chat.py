@@ -49,13 +49,17 @@ class Chat:
         return self._once([history, following, more], lambda: self._between(history, following, more))
 
     def _between(self, history: list[Message], following: list[Message], more: bool) -> list[int]:
-        text = self._text([*history, {"role": "assistant", "content": _MARK}, *following], more)
-        if text.count(_MARK) != 1:
+        mark, number, messages = _MARK, 0, str([history, following, self.tools])
+        while mark in messages:
+            number += 1
+            mark = f"{_MARK}-{number}-"
+        text = self._text([*history, {"role": "assistant", "content": mark}, *following], more)
+        if text.count(mark) != 1:
             raise ValueError(
-                f"tokenizer.chat_template: shows an assistant message {text.count(_MARK)} times after "
+                f"tokenizer.chat_template: shows an assistant message {text.count(mark)} times after "
                 f"{len(history)} messages; use a template that shows each once"
             )
-        return self._encode(text.partition(_MARK)[2])
+        return self._encode(text.partition(mark)[2])
 
     def end_of_turn(self, messages: list[Message]) -> int | None:
         """The special token that ends an assistant's turn after `messages`; None where the template has none."""

@@ -16,9 +16,9 @@ __all__ = ["demonstrate"]
 async def demonstrate(workflow: Callable, task: Task, policy: Policy) -> list[tuple[list[int], list[int]]]:
     """(prompt tokens, completion tokens) of each turn of a policy that answers with `task.demonstration`.
 
-    A list of texts is played through `workflow`, so a demonstration has the tokens of a rollout; a workflow with an
-    attribute `imitated` names another for it. A completion ends with
-    the end-of-sequence token (or the template's end of a turn), unless a stop string ends it.
+    One text ends with the end-of-sequence token. A list of texts is played through `workflow`, so a demonstration has
+    the tokens of a rollout; a workflow with an attribute `imitated` names another for it. Each of its completions ends
+    with the end-of-sequence token (or the template's end of a turn), unless a stop string ends it.
     Raises ValueError for a task without a demonstration, and when the environment ends before the demonstration does or
     goes on after it.
     """

@@ -87,7 +87,7 @@ class Batch:
     left_out: list[RolloutGroup] = field(default_factory=list)
     """The groups and rollouts that filters left out, for records."""
     sampled: list[RolloutGroup] = field(default_factory=list)
-    """All groups, as they were before the filters, for metrics."""
+    """All groups, as they were after the penalty of overlong rollouts and before the filters, for metrics."""
     metrics: dict[str, float] = field(default_factory=dict)
     """`filter/...` of the filters that are on."""
 

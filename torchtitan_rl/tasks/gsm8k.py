@@ -127,8 +127,8 @@ def _read_hub(path: str, subset: str | None, split: str) -> Any:
         ) from error
 
 
-# A minus sign, not a dash between two numbers; currency; digits, alone or in groups of three; maybe a denominator, or the
-# fraction of a mixed number such as 1 1/2.
+# A minus sign, not a dash between two numbers; currency; digits, alone or in groups of three; maybe a denominator, or
+# the fraction of a mixed number such as 1 1/2.
 _NUMBER = re.compile(
     r"(?P<sign>(?<![\w)\]}])-)?(?:[$€£](?P<inner_sign>-)?)?"
     r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|(?<![0-9])[0-9]++(?!,[0-9]))(?:\.[0-9]+)?|(?<![\w.])\.[0-9]+)"

@@ -31,6 +31,8 @@ def main(task: str, *agent: str) -> None:
         instruction = (directory / "instruction.md").read_text().strip()
     except (OSError, tomllib.TOMLDecodeError) as error:
         sys.exit(f"harbor: task={task!r}: is not a task in Harbor's format ({error}); give its directory")
+    if not (directory / "tests" / "test.sh").is_file():
+        sys.exit(f"harbor: task={task!r}: has no tests/test.sh, which judges the agent; write it")
     if not agent:
         sys.exit("harbor: agent: is missing; give its command after the task's directory")
     for part in (directory / "environment").glob("*"):
@@ -73,9 +75,11 @@ def _reward(verifier: Path) -> dict[str, float]:
     try:
         if (verifier / "reward.json").exists():
             parts = {name: float(value) for name, value in json.loads((verifier / "reward.json").read_text()).items()}
-            return {"reward": parts.get("reward", sum(parts.values()) / max(1, len(parts)))} | parts
+            if not parts:
+                raise ValueError("reward.json has no numbers")
+            return {"reward": parts.get("reward", sum(parts.values()) / len(parts))} | parts
         return {"reward": float((verifier / "reward.txt").read_text())}
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         sys.exit(f"harbor: tests/test.sh left no reward ({error}); it must write {verifier}/reward.txt or reward.json")
 
 

@@ -24,7 +24,7 @@ Message = dict[str, str]
 
 
 def only_number(text: str) -> float:
-    """The number in a judge's answer; the dash of `Score-7` is no sign. Raises ValueError unless there is exactly one."""
+    """The number in a judge's answer, which is 7 in `Score-7`. Raises ValueError unless there is exactly one."""
     numbers = re.findall(r"(?:(?<![\w)])[-+])?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?", text)
     if len(numbers) != 1:
         raise ValueError(

@@ -28,6 +28,8 @@ from torchtitan_rl.types import Task
 __all__ = ["OpenEnv", "served"]
 
 _START_S = 120.0
+_AGAIN_S = 300.0
+"""Seconds in which a server that did not answer is not started again: every attempt of a batch would wait for it."""
 
 
 class OpenEnv:
@@ -104,15 +106,18 @@ async def play(task: Task, endpoint: Any, *, server: str, say: Callable, act: Ca
 def served(server: str) -> str:
     """The URL of a server; `module:app` is started by uvicorn in a process of its own, which ends with this one.
 
-    Raises RuntimeError for a server that does not answer within two minutes.
+    Raises RuntimeError for a server that does not answer within two minutes, and then at once for some minutes.
     """
     if "://" in server:
         return server
     with _STARTING:
         process, url = _servers.get(server, (None, ""))
-        if process is None or process.poll() is not None:  # not yet started, or it has died
+        dead = process is None or process.poll() is not None  # not yet started, or it has died
+        if dead and time.monotonic() >= _start_again_at.get(server, 0.0):
             process, url = _started(server)
             _servers[server] = process, url
+            if not url:
+                _start_again_at[server] = time.monotonic() + _AGAIN_S
     if not url:
         raise RuntimeError(
             f"openenv: server {server!r} did not answer; start it by hand and mend it: python -m uvicorn {server}"
@@ -123,6 +128,8 @@ def served(server: str) -> str:
 _STARTING = threading.Lock()
 _servers: dict[str, tuple[subprocess.Popen, str]] = {}
 """Server -> its process and URL."""
+_start_again_at: dict[str, float] = {}
+"""Server that did not answer -> the time of `time.monotonic` from which it is started again."""
 # The pipe closes when this process ends, whatever it ends of. The package's server raises whenever a client leaves,
 # which uvicorn would tell at every episode.
 _SERVE = """

@@ -130,11 +130,14 @@ def read_pass_rates(path: str | Path) -> list[PassRate]:
         lines = Path(path).read_text().splitlines()
     except OSError as error:
         raise ValueError(f"pass_rates={str(path)!r}: cannot be read ({error.strerror}); measure them first") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"pass_rates={str(path)!r}: is no text; name a file of measured pass rates") from error
     rates, seen = [], set()
     for number, line in enumerate(lines, start=1):
         try:
             rate = PassRate(**parsed(line))
-            good = 0 <= rate.num_correct <= rate.num_samples and rate.num_samples > 0 and rate.index >= 0
+            good = all(type(number) is int for number in (rate.index, rate.num_samples, rate.num_correct))
+            good = good and 0 <= rate.num_correct <= rate.num_samples and rate.num_samples > 0 and rate.index >= 0
         except (TypeError, ValueError):  # no JSON, no object, or other fields
             good = False
         if not good:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 from torchtitan_rl.tasks.judging import judge, name_of
@@ -53,7 +54,10 @@ class Rewards:
                 raise ValueError(
                     f"rewards.functions.{name}={entry!r}: is not callable; give a function, or (function, weight)"
                 )
-            self.functions[name], weights[name] = function, self.weights.get(name, weight)
+            weight = self.weights.get(name, weight)
+            if isinstance(weight, Real) and not isinstance(weight, int):  # one of NumPy's is no JSON
+                weight = float(weight)
+            self.functions[name], weights[name] = function, weight
         self.weights = weights
         self._check_weights()
 

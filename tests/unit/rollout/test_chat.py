@@ -214,6 +214,12 @@ def test_a_template_that_marks_no_end_of_a_turn():
     assert plain.decode(chat.extend([], completion, [USER], [USER])) == "so\n\nuser: 12*34\nassistant: "
 
 
+def test_messages_may_quote_the_mark_of_a_completion():
+    chat = Chat(byte_bpe("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"))
+    quoting = {"role": "user", "content": "what-the-policy-said, what-the-policy-said-1-"}
+    assert chat.between([quoting], [USER]) == chat.between([USER], [USER])
+
+
 def test_templates_that_cannot_be_used_say_why():
     with pytest.raises(ValueError, match="tokenizer.chat_template=None: the prompt is a list of messages"):
         Chat(byte_bpe(None))

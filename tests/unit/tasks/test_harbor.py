@@ -45,8 +45,11 @@ async def test_a_task_is_played_in_a_sandbox_that_is_shown_its_files():
 
 def changed(tmp_path, file, text):
     shutil.copytree(TASK, tmp_path / "task")
-    (tmp_path / "task" / file).write_text(text)
+    (tmp_path / "task" / file).unlink() if text is None else (tmp_path / "task" / file).write_text(text)
     return tmp_path / "task"
+
+
+GIVES = "echo '{}' > $HARBOR_LOGS/verifier/reward.json"
 
 
 async def test_a_reward_of_several_numbers(tmp_path):
@@ -74,6 +77,10 @@ subprocess.Popen("sleep 1; echo late > late", shell=True)
     [
         ("task.toml", "[agent", AGENT, "not a task in Harbor's format"),
         ("tests/test.sh", "true", AGENT, "left no reward"),
+        ("tests/test.sh", GIVES.format('{"reward": null}'), AGENT, "left no reward .*NoneType"),
+        ("tests/test.sh", GIVES.format('{"a": {"b": 1}}'), AGENT, "left no reward .*dict"),
+        ("tests/test.sh", GIVES.format("{}"), AGENT, "left no reward .reward.json has no numbers"),
+        ("tests/test.sh", None, ("no-such-agent",), "has no tests/test.sh"),
         ("instruction.md", "x", ("no-such-agent",), "cannot be started"),
         ("instruction.md", "x", (sys.executable, "-c", "raise SystemExit(3)"), "ended with status 3"),
         ("instruction.md", "x", (), "agent: is missing"),

@@ -13,6 +13,7 @@ from tests.kit.sampler import policy
 from tests.unit.serve.opened import BYTES, END
 from torchtitan_rl.rollout.external import AgentFailed, external
 from torchtitan_rl.serve.gateway import Gateway
+from torchtitan_rl.tasks import openenv
 from torchtitan_rl.tasks.openenv import OpenEnv, served
 
 ENVIRONMENTS = str(Path(__file__).parents[3] / "environments")
@@ -61,7 +62,10 @@ def test_the_splits_share_no_seed():
     assert (family.task("train", 0).demonstration, family.task("test", 0).demonstration) == (["a"], None)
 
 
-def test_a_server_that_does_not_start_is_an_error():
+def test_a_server_that_does_not_start_is_an_error_and_is_not_waited_for_again(monkeypatch):
+    with pytest.raises(RuntimeError, match="did not answer; start it by hand"):
+        served("no_such_module_of_anybody:app")
+    monkeypatch.setattr(openenv, "_started", lambda server: pytest.fail("was started again"))
     with pytest.raises(RuntimeError, match="did not answer; start it by hand"):
         served("no_such_module_of_anybody:app")
 

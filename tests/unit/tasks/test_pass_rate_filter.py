@@ -100,12 +100,16 @@ def test_files_that_are_missing_or_broken_are_refused_with_the_line(tmp_path):
     with pytest.raises(ValueError, match=r"pass_rates='.*rates': cannot be read \(No such file or directory\); "):
         read_pass_rates(path)
     good = json.loads((tmp_path / measured(path, [4])).read_text())
-    for bad in ("", "{", "[]", "{}", json.dumps({**good, "num_correct": 9}), json.dumps({**good, "num_samples": 0})):
+    changes = ({"num_correct": 9}, {"num_samples": 0}, {"index": 1.5})
+    for bad in ("", "{", "[]", "{}", *(json.dumps(good | change) for change in changes)):
         path.write_text(json.dumps(good) + "\n" + bad + "\n")
         with pytest.raises(ValueError, match="line 2 is no measured task; measure them again"):
             read_pass_rates(path)
     path.write_text(json.dumps(good) + "\n" + json.dumps(good) + "\n")
     with pytest.raises(ValueError, match="line 2 measures train task 0 a second time; keep one"):
+        read_pass_rates(path)
+    path.write_bytes(b"PAR1\xff\xfe\x00")
+    with pytest.raises(ValueError, match="rates': is no text; name a file of measured pass rates"):
         read_pass_rates(path)
     with pytest.raises(ValueError, match="cannot be written"):
         write_pass_rates(tmp_path / "nowhere" / "rates", [])

@@ -8,6 +8,7 @@ import re
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.kit.refusal import refusal
@@ -118,6 +119,11 @@ async def test_a_family_may_have_a_sum_as_its_reward_and_be_mixed():
     assert (await mixture.reward(task, [task.answer]))[1] == parts  # called by hand: (rewards, parts)
 
 
+def test_a_weight_may_be_one_of_numpys_numbers():
+    weights = Rewards({"a": (exact, np.float32(0.5))}).weights
+    assert weights == {"a": 0.5} and type(weights["a"]) is float
+
+
 @pytest.mark.parametrize(
     "functions, weights, message",
     [
@@ -225,6 +231,7 @@ async def test_a_deadline_of_its_own_is_longer_or_shorter_than_the_runs():
     [
         ({"concurrency": 0}, "limited.concurrency=0: allows no call"),
         ({"retries": -1}, "limited.retries=-1: is not possible"),
+        ({"retries": 1.5}, "limited.retries=1.5: is no whole number; use 0 or more"),
         ({"timeout_s": float("inf")}, "limited.timeout_s=inf: is not possible"),
     ],
 )

@@ -1,6 +1,7 @@
 """Why a token was pushed, from records; and the text of single tokens."""
 
 import math
+import random
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,16 @@ def test_a_rollout_that_did_not_train_has_the_generators_numbers(run_dir):
 def test_clip_bounds_come_from_the_config(run_dir):
     assert clip_of(Run(run_dir).config()) == Clip(low=0.2, high=0.2)
     assert clip_of({}) is None and clip_of({"algorithm": {"loss_config": {"clip_low": 0.2}}}) is None
+
+
+def test_tokens_join_to_a_text_that_has_broken_characters():
+    tokenizer = Tokenizer.from_file(str(ASSETS / "bytes" / "tokenizer.json"))
+    dice = random.Random(0)
+    for _ in range(300):
+        tokens = tokenizer.encode("".join(dice.choice("aé🙂 \ufffd漢") for _ in range(12))).ids
+        for _ in range(dice.randint(0, 3)):
+            del tokens[dice.randrange(len(tokens))]
+        assert "".join(pieces(tokenizer, tokens)) == tokenizer.decode(tokens, skip_special_tokens=False), tokens
 
 
 def test_tokens_of_half_characters_join_to_the_text(run_dir):

@@ -16,6 +16,10 @@ PROGRAM = "AGENT_PROGRAM"
 """The environment variable with the path of the agent's program; without it the program is looked for on PATH."""
 
 
+_WORD_BYTES = 131072
+"""Linux takes no longer word on a command line, its end included."""
+
+
 def _nothing(attempt: Attempt) -> dict[str, str]:
     return {}
 
@@ -35,9 +39,16 @@ class Attempt:
 
     @staticmethod
     def of_environment(environment: Mapping[str, str]) -> Attempt:
+        """Exits with a message for a prompt that no command line takes."""
         task = json.loads(Path(environment["TASK_FILE"]).read_text(encoding="utf-8"))
+        prompt = _text(task["prompt"])
+        num_bytes = len(prompt.encode(errors="replace"))
+        if num_bytes >= _WORD_BYTES:
+            sys.exit(f"prompt: has {num_bytes} bytes, a command line takes {_WORD_BYTES}; put the rest into files")
+        if "\0" in prompt:
+            sys.exit("prompt: has a NUL character, which no command line takes; leave it out")
         return Attempt(
-            prompt=_text(task["prompt"]),
+            prompt=prompt,
             base_url=environment["OPENAI_BASE_URL"],
             session_url=environment["ANTHROPIC_BASE_URL"],
             model=environment["OPENAI_MODEL"],
@@ -87,7 +98,9 @@ def become(agent: InstalledAgent) -> NoReturn:
 
 
 def _text(prompt: str | list[dict[str, Any]]) -> str:
-    """A prompt as one text; of chat messages their contents, in order."""
+    """A prompt as one text; of chat messages their contents, in order. Exits with a message for a prompt of tokens."""
     if isinstance(prompt, str):
         return prompt
+    if not all(isinstance(message, dict) for message in prompt):
+        sys.exit("prompt: has tokens, and an agent of others reads text; give text or messages")
     return "\n\n".join(str(message["content"]) for message in prompt)

@@ -89,6 +89,20 @@ def test_chat_messages_become_one_text(tmp_path):
     assert Attempt.of_environment(environment).prompt == "Be brief.\n\nGo."
 
 
+@pytest.mark.parametrize(
+    "prompt, message",
+    [
+        ("é" * 70000, "prompt: has 140000 bytes, a command line takes 131072"),
+        ("a\0b", "prompt: has a NUL character"),
+        ([1, 2], "prompt: has tokens"),
+    ],
+)
+def test_a_prompt_that_no_command_line_takes_is_refused(tmp_path, prompt, message):
+    (tmp_path / "task.json").write_text(json.dumps({"prompt": prompt}))
+    with pytest.raises(SystemExit, match=message):
+        Attempt.of_environment({"TASK_FILE": str(tmp_path / "task.json")})
+
+
 def test_an_agent_that_is_not_known_or_not_installed_is_refused_with_what_to_do(monkeypatch, programs):
     with pytest.raises(ValueError, match="agent='hal': is not known; use one of aider, claude-code, codex, mini-swe"):
         installed("hal")
