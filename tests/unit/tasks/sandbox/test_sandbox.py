@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_rl.tasks.sandbox import bubblewrap
+from torchtitan_rl.tasks.sandbox import bubblewrap, inside
 from torchtitan_rl.tasks.sandbox.config import SandboxConfig
 from torchtitan_rl.tasks.sandbox.plain import Plain, no_isolation
 from torchtitan_rl.tasks.sandbox.sandbox import SandboxError, SandboxLimits
@@ -72,6 +72,15 @@ async def test_a_command_that_is_none_has_status_127(small):
     async with small.open() as sandbox:
         done = await sandbox.run(["no-such-program"], timeout_s=20)
     assert done.status == 127 and b"'no-such-program' cannot be started" in done.stdout + done.stderr
+
+
+def test_the_directory_of_a_file_is_made_for_writing_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(inside, "DIRECTORY", str(tmp_path))
+    with pytest.raises(FileNotFoundError):
+        inside._parent("none/a", make=False)
+    assert not list(tmp_path.iterdir())
+    os.close(inside._parent("some/a", make=True)[0])
+    assert (tmp_path / "some").is_dir()
 
 
 async def test_what_cannot_be_executed_or_passed_on_has_status_127(small):
