@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import socket
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
+from torchtitan_rl.record.json_lines import replace_text
 from torchtitan_rl.record.run_dir import RunDir
 
 __all__ = [
@@ -27,6 +29,7 @@ __all__ = [
     "begun",
     "attempts",
     "cut_metrics",
+    "require_metrics",
     "read_evaluations",
     "read_ledger",
     "read_rollouts",
@@ -35,6 +38,8 @@ __all__ = [
     "reason_of_end",
     "forget_end",
 ]
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -98,15 +103,24 @@ def attempts(run_dir: RunDir) -> list[dict[str, Any]]:
     return list(run_dir.tables["attempts"].read())
 
 
-def cut_metrics(run_dir: RunDir, size: int, attempt: int) -> int:
-    """Cuts metrics.jsonl back to `size` bytes, and keeps what was cut in a file of its own. Returns the number of lines
-    cut. Raises ValueError when the file is shorter than `size`."""
+def require_metrics(run_dir: RunDir, size: int) -> None:
+    """Raises ValueError where metrics.jsonl is shorter than `size`, or has no end of a line there."""
     content = run_dir.metrics_file.read_bytes() if run_dir.metrics_file.exists() else b""
+    advice = "put the file back as it was, or start a new run from the checkpoint's weights"
     if len(content) < size:
         raise ValueError(
-            f"{run_dir.metrics_file}: has {len(content)} bytes, the checkpoint was written after {size}; put the file "
-            "back as it was, or start a new run from the checkpoint's weights"
+            f"{run_dir.metrics_file}: has {len(content)} bytes, the checkpoint was written after {size}; {advice}"
         )
+    if size and content[size - 1 : size] != b"\n":
+        raise ValueError(
+            f"{run_dir.metrics_file}: is not what it was at the checkpoint, no line ends after {size} bytes; {advice}"
+        )
+
+
+def cut_metrics(run_dir: RunDir, size: int, attempt: int) -> int:
+    """Cuts metrics.jsonl back to `size` bytes, and keeps what was cut in a file of its own. Returns the number of lines
+    cut. `require_metrics` comes first."""
+    content = run_dir.metrics_file.read_bytes() if run_dir.metrics_file.exists() else b""
     if tail := content[size:]:
         aside = run_dir.path / f"metrics.before-attempt-{attempt}.jsonl"
         aside.write_bytes(tail)
@@ -175,13 +189,19 @@ def begun(run_dir: RunDir) -> dict[int, int]:
 
 def end_for_good(run_dir: RunDir, reason: str) -> None:
     """Notes that starting the run again cannot mend what ended it."""
-    (run_dir.path / "ended.json").write_text(json.dumps({"reason": reason}, indent=1), encoding="utf-8")
+    try:
+        replace_text(run_dir.path / "ended.json", json.dumps({"reason": reason}, indent=1))
+    except OSError as error:  # the caller's own error is the one to see
+        logger.warning("ended.json: could not be written (%s); --resume auto would start this run again", error)
 
 
 def reason_of_end(run_dir: RunDir) -> str:
     """What `end_for_good` noted; empty if nothing."""
     file = run_dir.path / "ended.json"
-    return json.loads(file.read_text(encoding="utf-8"))["reason"] if file.exists() else ""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))["reason"] if file.exists() else ""
+    except (ValueError, KeyError, TypeError):
+        return f"{file.name} does not say, it was cut off; the log does"
 
 
 def forget_end(run_dir: RunDir) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import xxhash
 
-from torchtitan_rl.record.json_lines import json_line, parsed
+from torchtitan_rl.record.json_lines import append_lines, json_line, parsed
 
 __all__ = ["Checksums"]
 
@@ -97,8 +97,7 @@ class Checksums:
 
     def _write(self, name: str, size: int, xxh3: str) -> None:
         known = self._known()
-        with open(self._directory / _NAME, "ab") as stream:
-            stream.write(json_line({"file": name, "bytes": size, "xxh3": xxh3}))
+        append_lines(self._directory / _NAME, json_line({"file": name, "bytes": size, "xxh3": xxh3}))
         known[name] = (size, xxh3)
 
     def _known(self) -> dict[str, tuple[int, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -11,22 +12,38 @@ from typing import Any
 
 from pydantic_core import PydanticSerializationError, to_json
 
-__all__ = ["append_lines", "encode", "json_line", "parsed"]
+__all__ = ["append_lines", "append_to", "encode", "json_line", "parsed", "replace_text"]
 
 
 def append_lines(file: Path, lines: bytes, *, durable: bool = False) -> None:
     """Adds whole lines to a file. On return the operating system has them, and with `durable` the disk. Raises OSError,
     and leaves nothing of them, where there is no room: half of a line would spoil the next one too."""
     with file.open("ab", buffering=0) as stream:
-        size, unwritten = stream.seek(0, os.SEEK_END), memoryview(lines)
-        try:
-            while unwritten:  # a nearly full disk takes a part first
-                unwritten = unwritten[stream.write(unwritten) :]
-            if durable:
-                os.fsync(stream.fileno())
-        except OSError:
-            stream.truncate(size)
-            raise
+        append_to(stream, lines, durable=durable)
+
+
+def append_to(stream: io.FileIO, lines: bytes, *, durable: bool = False) -> None:
+    """`append_lines` to an open file without a buffer."""
+    size, unwritten = stream.seek(0, os.SEEK_END), memoryview(lines)
+    try:
+        while unwritten:  # a nearly full disk takes a part first
+            unwritten = unwritten[stream.write(unwritten) :]
+        if durable:
+            os.fsync(stream.fileno())
+    except OSError:
+        stream.truncate(size)
+        raise
+
+
+def replace_text(file: Path, text: str) -> None:
+    """Writes a file anew, beside it first: after a kill, a power cut or an OSError it has the text before or this
+    one, whole."""
+    beside = file.with_name(f"{file.name}.new")
+    with beside.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(beside, file)
 
 
 def parsed(text: str | bytes) -> Any:

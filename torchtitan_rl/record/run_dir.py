@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_rl.record.checksums import Checksums
-from torchtitan_rl.record.json_lines import append_lines, encode, json_line, parsed
+from torchtitan_rl.record.json_lines import append_lines, encode, json_line, parsed, replace_text
 from torchtitan_rl.record.schemas import SCHEMAS
 from torchtitan_rl.record.tables import Table
 from torchtitan_rl.record.tracing import span
@@ -74,7 +74,7 @@ class RunDir:
         if used:
             raise ValueError(
                 f"output_dir={str(path)!r}: already holds a run (its metrics.jsonl has lines); pick another "
-                "output_dir, or go on with that run: torchtitan-rl train CONFIG --resume latest --output-dir "
+                "output_dir, or go on with that run: torchtitan-rl train CONFIG --resume auto --output-dir "
                 f"{shlex.quote(str(path))}"
             )
         return run_dir
@@ -85,7 +85,7 @@ class RunDir:
 
     def write_config(self, config: dict[str, Any]) -> None:
         """Writes config.json. `config` is plain data, such as `config.resolve.resolved` returns."""
-        self.config_file.write_text(json.dumps(encode(config), indent=2) + "\n", encoding="utf-8")
+        replace_text(self.config_file, json.dumps(encode(config), indent=2) + "\n")
         self.checksums.replace(self.config_file)
 
     def log_metrics(self, metrics: dict[str, Any]) -> None:

@@ -25,7 +25,6 @@ step, so a killed process leaves no step without its commands.
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -39,7 +38,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from torchtitan_rl import platform
-from torchtitan_rl.record.json_lines import json_line, parsed
+from torchtitan_rl.record.json_lines import append_to, json_line, parsed
 from torchtitan_rl.types import Request
 
 if TYPE_CHECKING:
@@ -167,7 +166,7 @@ class ScheduleFile:
         while True:
             self.path = Path(directory) / f"{role}-{number}.jsonl"
             try:
-                self._file = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND, 0o644)
+                self._file = self.path.open("xb", buffering=0)
                 return
             except FileExistsError:
                 number += 1
@@ -203,13 +202,13 @@ class ScheduleFile:
     def ended(self, number: int, num_tokens: int, num_cached: int) -> None:
         """Notes the end of a request that was under way at a load, see `ScheduleEntry.ended`: at once, for the record
         of an engine that is killed."""
-        os.write(self._file, json_line({"ended": [number, num_tokens, num_cached]}))
+        append_to(self._file, json_line({"ended": [number, num_tokens, num_cached]}))
 
     def _write(self, line: dict[str, Any]) -> None:
-        os.write(self._file, json_line(line | {"at": time.time_ns() // 1_000_000}))
+        append_to(self._file, json_line(line | {"at": time.time_ns() // 1_000_000}))
 
     def close(self) -> None:
-        os.close(self._file)
+        self._file.close()
 
 
 _SETTINGS = (

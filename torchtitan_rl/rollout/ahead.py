@@ -43,9 +43,11 @@ class BatchesAhead(LaggedBatches):
             before = self._draws.state_dict()
             draws = self._draws.next(algorithm.tasks_per_step)
             self._playing.append((asyncio.ensure_future(self._player.play(draws, begins)), before))
-        playing, _ = self._playing.popleft()
+        playing, _ = self._playing[0]
         await asyncio.sleep(0)  # the requests of later batches leave before training begins
-        return await playing
+        batch = await playing
+        self._playing.popleft()  # only now: where the wait is cancelled, the slots of the batch are due again
+        return batch
 
     def num_ready(self) -> int:
         return sum(task.done() for task, _ in self._playing)

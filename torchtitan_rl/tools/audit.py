@@ -13,6 +13,7 @@ from torchtitan_rl.record.attempts import attempts, read_ledger, read_rollouts
 from torchtitan_rl.record.json_lines import parsed
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.tools.selection import opened
+from torchtitan_rl.train.retention import complete
 
 __all__ = ["add_arguments", "audit", "run"]
 
@@ -106,9 +107,7 @@ def _of_rollouts(run_dir: RunDir, ended: dict[str, list[dict[str, Any]]], newest
 
 def _of_checkpoints(run_dir: RunDir, records: list[dict[str, Any]], newest: float) -> list[str]:
     ended, problems = {r["draw"]: r["step"] for r in records if r["event"] in _ENDS}, []
-    for path in sorted(run_dir.checkpoints.glob("step-*")):
-        if not (path / "COMPLETE").exists():
-            continue
+    for path in complete(run_dir.checkpoints):
         state = parsed((path / "state.json").read_text())
         if state["step"] > newest:
             continue

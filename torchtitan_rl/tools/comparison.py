@@ -154,7 +154,11 @@ def compare(runs: Sequence[Run], metrics: Sequence[str] = ()) -> Comparison:
         if metrics or not name.endswith(_UNCOMPARED)
     ]
     notes = _notes(groups)
-    if equal := [row.name for row in rows if len({value for values in row.values for value in values}) == 1]:
+    if equal := [
+        row.name
+        for row in rows
+        if len({value for values in row.values for value in values}) == 1 and sum(map(len, row.values)) == len(runs)
+    ]:
         notes.append(f"equal in all runs: {', '.join(equal)}")
     rows = [row for row in rows if row.name not in equal]
     shown = {row.name for row in rows} | {*equal}

@@ -34,6 +34,7 @@ from torchtitan_rl.mismatch.search import CauseSearch, Predictions
 from torchtitan_rl.model.files import assets_dir, load_tokenizer, pad_token_id, write_model_dir
 from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.record.attempts import read_rollouts
+from torchtitan_rl.train.retention import complete
 from torchtitan_rl.types import Datum
 from torchtitan_rl.weights import checkpoint
 
@@ -181,8 +182,7 @@ def _config(run: Run, trusted: bool) -> RunConfig:
 def _checkpoints_by_version(run: Run) -> dict[int, Path]:
     """Policy version -> the complete checkpoint that holds it."""
     by_version = {}
-    paths = sorted(run.directory.checkpoints.glob("*-*")) if run.directory.checkpoints.is_dir() else []
-    for path in (path for path in paths if path.suffix != ".writing" and checkpoint.is_complete(path)):
+    for path in complete(run.directory.checkpoints):
         by_version[int(checkpoint.read_state(path)["policy_version"])] = path
     if not by_version:
         raise ValueError(

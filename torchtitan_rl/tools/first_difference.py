@@ -70,7 +70,8 @@ def _first_other_numbers(first: Run, second: Run) -> BatchDifference | None:
             continue
         numbers, other_numbers = repeatable(line), repeatable(other)
         if numbers != other_numbers:
-            names = [name for name in numbers.keys() | other_numbers.keys() if line.get(name) != other.get(name)]
+            names = numbers.keys() | other_numbers.keys()
+            names = [name for name in names if numbers.get(name) != other_numbers.get(name)]
             differing = {name: (line.get(name), other.get(name)) for name in names}
             return BatchDifference(phase=key[0], step=key[1], numbers=differing)
     return None

@@ -51,7 +51,8 @@ def first_difference(run: RunDir, attempt: int, replay: RunDir, *, first: int, l
         for differences in (
             _of_rollouts(step, *(records[step] for records in rollouts)),
             _of_metrics(step, *(lines[step] for lines in metrics)),
-            _of_weights(step, *(published[step] for published in weights)),
+            # The version after `first` is the checkpoint's, and the one after `last` may be published by nobody.
+            _of_weights(step, *(published[step] for published in weights), complete=first < step < last),
         ):
             if (difference := next(differences, None)) is not None:
                 return difference
@@ -100,7 +101,11 @@ def _of_rollouts(step: int, recorded: list[dict], replayed: list[dict]) -> Itera
                     place = f"rollout {before['rollout_id']}, {column}"
                     yield ReplayDifference(step=step, place=place, recorded=before[column], replayed=now[column])
     for before, now in pairs:
-        for number, (was, is_now) in enumerate(zip(before["sequences"] or (), now["sequences"] or ())):
+        sequences = before["sequences"] or (), now["sequences"] or ()
+        if len(sequences[0]) != len(sequences[1]):
+            place, (was, is_now) = f"rollout {before['rollout_id']}, number of training sequences", map(len, sequences)
+            yield ReplayDifference(step=step, place=place, recorded=was, replayed=is_now)
+        for number, (was, is_now) in enumerate(zip(*sequences)):
             place = f"rollout {before['rollout_id']}, training sequence {number}"
             for column in _OF_SEQUENCE:
                 yield from _of_lists(step, place, column, was[column], is_now[column])
@@ -171,9 +176,12 @@ def _loads(file) -> Iterator[ScheduleEntry]:
     return (entry for entry in read_schedule(file) if entry.version is not None)
 
 
-def _of_weights(step: int, recorded: list, replayed: list) -> Iterator[ReplayDifference]:
+def _of_weights(step: int, recorded: list, replayed: list, *, complete: bool) -> Iterator[ReplayDifference]:
+    """`complete`: the replay must have every version."""
     now = {version: digests for version, digests, _ in replayed}
     for version, digests, names in recorded:
+        if complete and version not in now:
+            yield ReplayDifference(step=step, place=f"weights of version {version}", recorded=digests, replayed=None)
         was, is_now = _tensors(digests), _tensors(now.get(version, ""))
         for i, (before, after) in enumerate(zip(was, is_now)):
             if before != after:

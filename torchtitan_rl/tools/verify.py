@@ -49,7 +49,8 @@ def problems_of(run: Run) -> list[str]:
     digests = digests_of(run.directory)
     if not record.digests:
         return ["record.json: has no digests, because the run has not come to its end; go on with it first"]
-    return [
+    missing = [f"{part}: is recorded and not there" for part in record.digests if part not in digests]
+    return missing + [
         f"{part}: has the digest {digests[part]}, {digest} is recorded"
         for part, digest in record.digests.items()
         if part in digests and digests[part] != digest

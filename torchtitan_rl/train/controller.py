@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -274,12 +274,13 @@ class Controller(AbstractAsyncContextManager):
 
     async def close(self) -> None:
         """Stops every process of the run."""
-        self.generator.close()  # first: a call in flight would report its generator as lost
-        if self.gateway is not None:
-            await self.gateway.close()
-        await self.launcher.stop()
-        self.recorder.close()
-        attempts.unlock(self.run_dir)
+        async with AsyncExitStack() as stack:  # whatever fails, the rest is closed, and the directory is free
+            stack.callback(attempts.unlock, self.run_dir)
+            stack.callback(self.recorder.close)
+            stack.push_async_callback(self.launcher.stop)
+            if self.gateway is not None:
+                stack.push_async_callback(self.gateway.close)
+            stack.callback(self.generator.close)  # first: a call in flight would report its generator as lost
 
     async def __aexit__(self, *exc_info) -> None:
         await self.close()

@@ -79,7 +79,7 @@ def apply_settings(config: RunConfig, settings: list[str]) -> None:
 
 
 def existing_fork(directory: Path, parent: Path, step: int, settings: list[str]) -> RunConfig | None:
-    """The config of the fork in a directory, to go on with it; None place there is no fork yet. The parent is not read:
+    """The config of the fork in a directory, to go on with it; None where there is no fork yet. The parent is not read:
     it may have deleted the checkpoint since. Raises ValueError for another fork than `plan_fork` would plan."""
     point = fork_point(directory)
     if point is None:
@@ -163,8 +163,7 @@ def make_fork(config: RunConfig, point: ForkPoint) -> RunDir:
     except OSError as error:
         shutil.rmtree(half, ignore_errors=True)
         raise ValueError(
-            f"output_dir={str(path)!r}: the fork could not be written ({error.strerror}: {error.filename}); mend that, "
-            "or choose another directory"
+            f"output_dir={str(path)!r}: the fork could not be written ({error}); mend that, or choose another directory"
         ) from error
     except BaseException:
         shutil.rmtree(half, ignore_errors=True)

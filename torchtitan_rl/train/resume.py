@@ -59,14 +59,15 @@ def find(config: RunConfig, resume: str) -> Resumption | None:
     path, chosen = place(config, resume)
     checkpoints = path / "checkpoints"
     candidates = [chosen] if chosen else _candidates(checkpoints)
-    if not candidates:
-        if resume != "auto":
-            raise ValueError(f"--resume={resume}: there is no checkpoint in {checkpoints}; start the run without it")
-        return Resumption(path=path, checkpoint=None) if (path / "metrics.jsonl").exists() else None
     if resume == "auto" and (reason := attempts.reason_of_end(RunDir(path))):
-        raise ValueError(
-            f"--resume=auto: a restart cannot mend why this run ended: {reason}; mend that, then use --resume latest"
-        )
+        advice = "use --resume latest" if candidates else "start a new run elsewhere: this one has no checkpoint"
+        raise ValueError(f"--resume=auto: a restart cannot mend why this run ended: {reason}; mend that, then {advice}")
+    if not candidates:
+        if resume == "auto":
+            return Resumption(path=path, checkpoint=None) if (path / "metrics.jsonl").exists() else None
+        begun = RunDir(path).config_file.exists()
+        advice = "use --resume auto to begin it again there" if begun else "start the run without it"
+        raise ValueError(f"--resume={resume}: there is no checkpoint in {checkpoints}; {advice}")
     notes = []
     for candidate in candidates:
         if problem := checkpoint.problem(candidate):
@@ -116,12 +117,19 @@ def place(config: RunConfig, resume: str) -> tuple[Path, Path | None]:
 
 
 def _candidates(checkpoints: Path) -> list[Path]:
-    """The checkpoint that `latest` names, then all others, newest first."""
-    by_age = sorted(
-        (path for path in checkpoints.glob("*-*") if position(path.name)), key=lambda p: position(p.name), reverse=True
-    )
-    first = checkpoint.latest(checkpoints)
-    return [path for path in by_age if path == first] + [path for path in by_age if path != first]
+    """The checkpoint that `latest` names, then all others, newest first. Where a kill came while a checkpoint took the
+    place of another one, the other one still has its files."""
+    places = {}
+    for path in checkpoints.glob("*-*"):
+        name = path.name.removesuffix(checkpoint.REPLACED)
+        if place := position(name):
+            places[path] = place
+    named = {path for path in places if not path.name.endswith(checkpoint.REPLACED)}
+    replaced = {path for path in places if path not in named and path.with_suffix("") not in named}
+    by_age = sorted(named | replaced, key=places.__getitem__, reverse=True)
+    latest = checkpoint.latest(checkpoints)
+    name = None if latest is None else latest.name
+    return sorted(by_age, key=lambda path: path.name.removesuffix(checkpoint.REPLACED) != name)  # a stable sort
 
 
 def _compared(saved: Path, config: RunConfig, forked: dict[str, tuple[Any, Any]]) -> list[str]:
@@ -178,18 +186,41 @@ def open_copy(config: RunConfig, saved: Path | None, *, absolute: bool) -> tuple
 
 
 def _take_over(run_dir: RunDir, resumption: Resumption) -> None:
-    """Makes a run's directory ready for another attempt: metrics after the checkpoint are put aside, checkpoints that
-    were being written are deleted."""
-    state = resumption.state
+    """Makes a run's directory ready for another attempt: metrics and checkpoints after the one where it goes on are put
+    aside, checkpoints that were being written are deleted. Raises ValueError, with nothing changed, where the metrics
+    do not reach as far as the checkpoint."""
+    state, metrics_bytes = resumption.state, resumption.state.get("metrics_bytes", 0)
+    attempts.require_metrics(run_dir, metrics_bytes)
     for half in run_dir.checkpoints.glob("*.writing"):
         checkpoint.remove(half)
+    for replaced in run_dir.checkpoints.glob(f"*{checkpoint.REPLACED}"):
+        kept = checkpoint.put_back(replaced)
+        if resumption.checkpoint is not None and replaced.name == resumption.checkpoint.name:
+            resumption.checkpoint = resumption.checkpoint.with_name(kept.name)
     attempts.forget_end(run_dir)
     run_dir.note_checksums()  # of what an attempt wrote that was killed
     name = resumption.checkpoint.name if resumption.checkpoint else None
     number = attempts.begin(run_dir, name, state.get("phase", ""), state.get("phase_step", 0))
-    cut = attempts.cut_metrics(run_dir, state.get("metrics_bytes", 0), number)
+    cut = attempts.cut_metrics(run_dir, metrics_bytes, number)
     where = f"at {name}" if name else "at the beginning: there is no checkpoint yet"
     resumption.notes.append(f"attempt {number} goes on {where}; {cut} lines of metrics after it are put aside")
+    if name is not None and (later := _put_aside_after(run_dir.checkpoints / name, number)):
+        resumption.notes.append(
+            f"checkpoints after {name} belong to what is taken again, and are put aside: {', '.join(later)}"
+        )
+
+
+def _put_aside_after(saved: Path, attempt: int) -> list[str]:
+    """Makes `saved` the newest checkpoint of its run: later ones get names that no checkpoint of a run has. Returns
+    these names."""
+    checkpoint.point_to(saved)
+    here = position(saved.name)
+    aside = []
+    for path in sorted(saved.parent.glob("*-*")):
+        if (place := position(path.name)) and place > here:
+            path = path.rename(path.with_name(f"{path.name}.before-attempt-{attempt}"))
+            aside.append(path.name)
+    return aside
 
 
 def state_of(resumption: Resumption) -> RunState:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform as host
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -23,7 +22,7 @@ from torchtitan_rl.config.config_difference import leaves
 from torchtitan_rl.launch.agreement import facts
 from torchtitan_rl.metrics import repeatable
 from torchtitan_rl.record.attempts import read_ledger
-from torchtitan_rl.record.json_lines import encode, parsed
+from torchtitan_rl.record.json_lines import encode, parsed, replace_text
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.train.retention import complete
 from torchtitan_rl.weights import checkpoint
@@ -113,10 +112,7 @@ def _digest(value: Any) -> str:
 
 
 def _write(run_dir: RunDir, record: RunRecord) -> None:
-    file = run_dir.path / _NAME
-    beside = file.with_suffix(".new")
-    beside.write_text(json.dumps(asdict(record), indent=1) + "\n", encoding="utf-8")
-    os.replace(beside, file)
+    replace_text(run_dir.path / _NAME, json.dumps(asdict(record), indent=1) + "\n")
 
 
 def _version(package: str) -> str:

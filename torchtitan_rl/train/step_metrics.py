@@ -41,7 +41,7 @@ class StepMetrics:
 
     def add_step(self, output, optim=None) -> None:
         """Adds the outputs of `forward_backward` and, for the policy, of `optim_step`. `mismatch/*` count before the
-        policy's is_first step only: later steps follow training on other parts of the batch."""
+        policy's first step only: later steps follow training on other parts of the batch."""
         is_first = self._steps == 0
         for name, value in output.metrics.items():
             if is_first or not name.startswith("mismatch/"):

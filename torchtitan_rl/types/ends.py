@@ -34,7 +34,8 @@ class StopRequest:
     limit), or the end of the Slurm job (the environment variable SLURM_JOB_END_TIME, seconds since 1970).
     """
 
-    def __init__(self, max_hours: float, *, clock=time.time) -> None:
+    def __init__(self, max_hours: float, *, clock=time.monotonic, wall_clock=time.time) -> None:
+        """`clock` gives seconds that no change of the machine's time moves, `wall_clock` those since 1970."""
         self.requested_reason = ""
         """The reason that a caller of `ask` gave; empty before."""
         self.failure: Ended | None = None
@@ -43,7 +44,7 @@ class StopRequest:
         now = clock()
         self._limits = {f"controller.max_hours={max_hours:g}": now + 3600 * max_hours} if max_hours else {}
         if end := os.environ.get("SLURM_JOB_END_TIME", ""):
-            self._limits["the Slurm job's time limit"] = float(end)
+            self._limits["the Slurm job's time limit"] = now + float(end) - wall_clock()
         self._last = now
 
     def ask(self, reason: str) -> None:

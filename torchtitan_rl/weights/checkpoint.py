@@ -12,6 +12,7 @@ step-80/state.json   the controller's state: step, phase, policy and teacher ver
 step-80/files.json   size and checksum of every other file
 step-80/COMPLETE     the marker, written last
 step-80.writing/     a checkpoint that is being written, or was when the run was killed
+step-80.replaced/    the one in whose place another of the same step is put, until that is there
 latest               the name of the newest complete checkpoint
 """
 
@@ -43,6 +44,8 @@ __all__ = [
     "write_checksums",
     "damage",
     "commit",
+    "put_back",
+    "REPLACED",
     "mark",
     "problem",
     "point_to",
@@ -62,6 +65,9 @@ FORMAT = 2
 and value weights are apart; in format 2 they are as the model holds them, fused in one."""
 
 RUN_CONFIG, MARKER = "run_config.json", "COMPLETE"
+
+REPLACED = ".replaced"
+"""Suffix of a checkpoint in whose place another of the same step is put."""
 
 _STATE, _FILES, _LATEST = "state.json", "files.json", "latest"
 _LORA = "lora.json"
@@ -173,7 +179,8 @@ def commit(written: Path, checkpoint: Path, state: dict, files: dict[str, list])
     """Makes a checkpoint of the directory `written`: state and checksums, then the rename, then the marker.
 
     `files` are the checksums that are known already; `commit` computes the others. Every file is on disk before the
-    rename: a directory without `.writing` whose checksums are right lacks at most the marker.
+    rename: a directory without `.writing` whose checksums are right lacks at most the marker. A checkpoint of the same
+    step that is there already keeps its files until the new one has the name, and is deleted then.
     """
     write_json(written / _STATE, {"format": FORMAT, **state})
     remaining = [f for f in sorted(written.rglob("*")) if f.is_file() and str(f.relative_to(written)) not in files]
@@ -182,10 +189,26 @@ def commit(written: Path, checkpoint: Path, state: dict, files: dict[str, list])
     write_checksums(written, files | checksums(written, remaining))
     for directory in (written, *(d for d in written.rglob("*") if d.is_dir())):
         _sync(directory)
-    remove(checkpoint)
+    replaced = checkpoint.with_name(checkpoint.name + REPLACED)
+    if checkpoint.exists():
+        remove(replaced)
+        checkpoint.rename(replaced)
     written.rename(checkpoint)
     _sync(checkpoint.parent)
     mark(checkpoint)
+    remove(replaced)
+
+
+def put_back(replaced: Path) -> Path:
+    """Ends a `commit` that was cut off: gives a replaced checkpoint its name again, or deletes it where the one that
+    replaces it has the name. Returns the checkpoint with the name."""
+    checkpoint = replaced.with_name(replaced.name.removesuffix(REPLACED))
+    if checkpoint.exists():
+        remove(replaced)
+    else:
+        replaced.rename(checkpoint)
+        _sync(checkpoint.parent)
+    return checkpoint
 
 
 def mark(checkpoint: Path) -> None:

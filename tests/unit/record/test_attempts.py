@@ -59,7 +59,9 @@ def test_metrics_after_a_checkpoint_are_put_aside(run_dir):
         attempts.cut_metrics(run_dir, size, 3) == 0 and not (run_dir.path / "metrics.before-attempt-3.jsonl").exists()
     )
     with pytest.raises(ValueError, match="the checkpoint was written after"):
-        attempts.cut_metrics(run_dir, size + 1, 4)
+        attempts.require_metrics(run_dir, size + 1)
+    with pytest.raises(ValueError, match="no line ends after"):
+        attempts.require_metrics(run_dir, size - 1)
 
 
 def test_rollouts_of_steps_that_were_taken_again_do_not_count(run_dir):

@@ -4,8 +4,10 @@ from contextlib import contextmanager
 import pyarrow as pa
 import pytest
 
-from torchtitan_rl.record.json_lines import append_lines
+from torchtitan_rl.record.checksums import Checksums
+from torchtitan_rl.record.json_lines import append_lines, replace_text
 from torchtitan_rl.record.run_dir import RunDir
+from torchtitan_rl.record.schedule import ScheduleFile, read_schedule
 from torchtitan_rl.record.tables import Table
 
 
@@ -38,6 +40,32 @@ def test_records_after_a_moment_without_room_are_read_and_sealed(tmp_path):
     table.rotate()
     table.seal()
     assert [record["step"] for record in table.read()] == [1, 3]
+
+
+def test_checksums_after_a_moment_without_room_are_read(tmp_path):
+    checksums, file = Checksums(tmp_path), tmp_path / "file"
+    for content, nbytes in (("a", 1000), ("b", 90), ("c", 1000)):
+        file.write_text(content)
+        with room(nbytes):
+            checksums.replace(file)
+    assert Checksums(tmp_path).problems() == []
+
+
+def test_a_schedule_after_a_moment_without_room_is_read(tmp_path):
+    schedule = ScheduleFile(str(tmp_path), "generator-0")
+    schedule.loaded(0, 0, 1, "00000001", ["embedding"])
+    with room(schedule.path.stat().st_size + 10), pytest.raises(OSError, match="too large"):
+        schedule.loaded(1, 0, 2, "00000002", ["embedding"])
+    schedule.loaded(2, 0, 3, "00000003", ["embedding"])
+    assert [entry.version for entry in read_schedule(schedule.path)] == [1, 3]
+
+
+def test_a_text_that_has_no_room_leaves_the_one_before(tmp_path):
+    file = tmp_path / "config.json"
+    replace_text(file, "{}")
+    with room(10), pytest.raises(OSError, match="too large"):
+        replace_text(file, "x" * 100)
+    assert file.read_text() == "{}"
 
 
 def test_metrics_after_a_moment_without_room_are_read(tmp_path):

@@ -115,6 +115,16 @@ def test_numbers_that_are_not_finite_are_told(tmp_path):
         compare([diverged, diverged], ["reward/mean"])
 
 
+def test_a_metric_of_one_run_alone_is_not_equal_in_all_runs(tmp_path):
+    alone = changed(PATHS[2], tmp_path / "alone", seed=2)
+    file = tmp_path / "alone" / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    file.write_text("".join(json.dumps(line | {"reward/own_mean": 0.5}) + "\n" for line in lines))
+    comparison = compare([Run.open(PATHS[0]), alone], ["reward/own_mean"])
+    assert rows(comparison)["reward/own_mean"].values == [[0.5]]
+    assert not [note for note in comparison.notes if "equal in all runs" in note]
+
+
 def test_mistakes_are_sentences(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text("")
     for arguments, message in (

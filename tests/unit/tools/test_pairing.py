@@ -112,6 +112,11 @@ def test_the_first_batch_that_differs_is_named(tmp_path):
     lines = by_number.metrics_file.read_text().replace('"policy/entropy":2.0', '"policy/entropy":2.5', 1)
     by_number.metrics_file.write_text(lines)
     assert first_difference(run, Run.open(tmp_path / "same")).summary() == "step 1: policy/entropy 2 and 2.5"
+    not_numbers = [written(tmp_path / name) for name in ("nan", "also_nan")]
+    for file, entropy in zip([other.path / "metrics.jsonl" for other in not_numbers], ("2.0", "2.5")):
+        text = file.read_text().replace('"policy/entropy":2.0', f'"policy/entropy":{entropy},"loss/mean":"NaN"', 1)
+        file.write_text(text)
+    assert first_difference(*not_numbers).summary() == "step 1: policy/entropy 2 and 2.5"
     lines = by_number.metrics_file.read_text().replace('"time/step_s":1.0', '"time/step_s":9.0')
     by_number.metrics_file.write_text(lines.replace("2.5", "2.0"))
     assert first_difference(run, Run.open(tmp_path / "same")) is None  # times do not count

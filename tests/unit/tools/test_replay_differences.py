@@ -20,8 +20,9 @@ def write_run(path, change=lambda step, groups: None, weights=("00000001aaaaaaaa
         groups = [group(step, ["right", "wrong"], [1.0, 0.0])]
         change(step, groups)
         write_step(run_dir, step, groups)
-        file.loaded(step, 0, step, weights[step - 1], ["embedding", "norm"])
-        run_dir.record("versions", step, [{"version": step}])
+        if step <= len(weights) and weights[step - 1] is not None:
+            file.loaded(step, 0, step, weights[step - 1], ["embedding", "norm"])
+            run_dir.record("versions", step, [{"version": step}])
     file.close()
     return run_dir
 
@@ -64,6 +65,13 @@ def test_a_reward_is_named(run, tmp_path):
 def test_a_tensor_is_named_with_its_version(run, tmp_path):
     replay = write_run(tmp_path / "replay", weights=("00000001aaaaaaab", "00000002bbbbbbbb"))
     assert difference(run, replay) == "step 1, weights of version 1, norm: was 'aaaaaaaa', is 'aaaaaaab'"
+
+
+def test_a_version_that_the_replay_never_published_is_a_difference(run, tmp_path):
+    replay = write_run(tmp_path / "replay", weights=("00000001aaaaaaaa",))
+    assert first_difference(run, 1, replay, first=0, last=2) is None  # a version after the last step may be missing
+    replay = write_run(tmp_path / "without", weights=(None, "00000002bbbbbbbb"))
+    assert difference(run, replay) == "step 1, weights of version 1: was '00000001aaaaaaaa', is None"
 
 
 def test_a_metric_is_compared_unless_time_decides_it(run, tmp_path):

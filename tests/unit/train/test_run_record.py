@@ -94,6 +94,10 @@ def test_damage_is_named(tmp_path, capsys):
     assert main.main(["verify", str(path)]) == 1
     assert f"{weights}: its checksum is" in capsys.readouterr().out
     weights.write_bytes(b"weights")
+    (path / "checkpoints" / "step-3").rename(path / "kept elsewhere")
+    assert main.main(["verify", str(path)]) == 1
+    assert "checkpoints/step-3: is recorded and not there" in capsys.readouterr().out
+    (path / "kept elsewhere").rename(path / "checkpoints" / "step-3")
     ledger = RunDir(path)
     ledger.record("ledger", 1, [{"draw": "9/0", "event": "trained", "task_id": "x"}])  # a line more than was written
     assert main.main(["verify", str(path)]) == 1

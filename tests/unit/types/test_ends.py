@@ -26,8 +26,8 @@ def test_the_last_step_that_fits_into_the_limit_is_taken(monkeypatch):
 
 def test_the_end_of_a_slurm_job_is_a_limit(monkeypatch):
     monkeypatch.setenv("SLURM_JOB_END_TIME", "1100")
-    clock = Clock(1000.0)
-    stop = StopRequest(0.0, clock=clock)
+    clock = Clock(5.0)
+    stop = StopRequest(0.0, clock=clock, wall_clock=Clock(1000.0))
     clock.now += 40
     assert stop.reason() == ""
     clock.now += 40

@@ -63,9 +63,9 @@ class TensorBoard(Listener):
             writer.close()
 
     def _purge(self, phase: str, step: int) -> None:
+        """Forgets the steps after the one that an attempt goes on from, and those of later phases."""
         from tensorboard.compat.proto.event_pb2 import SessionLog
 
-        """Forgets the steps after the one that an attempt goes on from, and those of later phases."""
         first = PHASES.index(phase) if phase in PHASES else 0
         kept = {phase_name: step if phase_name == PHASES[first] else -1 for phase_name in reversed(PHASES[first:])}
         for phase_name, last in kept.items():

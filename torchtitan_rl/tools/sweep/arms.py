@@ -48,9 +48,12 @@ def read_seeds(text: str, option: str = "--seeds") -> list[int]:
         match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", part.strip())
         if match is None:
             raise ValueError(f"{option}={text}: is no list of seeds; write 0..4 or 0,3,7")
-        seeds += range(int(match[1]), int(match[2] or match[1]) + 1)
-    if not seeds:
-        raise ValueError(f"{option}={text}: has no seed, it ends before it begins; write 0..4 or 0,3,7")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise ValueError(
+                f"{option}={text}: {part.strip()} has no seed, it ends before it begins; write 0..4 or 0,3,7"
+            )
+        seeds += range(first, last + 1)
     if len(set(seeds)) < len(seeds):
         raise ValueError(f"{option}={text}: has a seed twice, whose runs would be copies; leave one out")
     return seeds

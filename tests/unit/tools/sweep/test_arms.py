@@ -24,6 +24,7 @@ def test_seeds_are_ranges_and_lists(text, seeds):
         ("", "is no list of seeds; write 0..4"),
         ("0-4", "is no list of seeds"),
         ("4..0", "has no seed, it ends before it begins"),
+        ("0,5..3", "5..3 has no seed, it ends before it begins"),
         ("0..2,1", "has a seed twice"),
     ],
 )
