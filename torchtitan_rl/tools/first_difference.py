@@ -70,8 +70,8 @@ def _first_other_numbers(first: Run, second: Run) -> BatchDifference | None:
             continue
         numbers, other_numbers = repeatable(line), repeatable(other)
         if numbers != other_numbers:
-            names = numbers.keys() | other_numbers.keys()
-            names = [name for name in names if numbers.get(name) != other_numbers.get(name)]
+            all_names = numbers.keys() | other_numbers.keys()
+            names = [name for name in all_names if numbers.get(name) != other_numbers.get(name)]
             differing = {name: (line.get(name), other.get(name)) for name in names}
             return BatchDifference(phase=key[0], step=key[1], numbers=differing)
     return None
