@@ -1,13 +1,17 @@
 """The command itself: near names, an example in each verb's help, what shells complete."""
 
+import argparse
 import shlex
 import shutil
+import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from torchtitan_rl.cli import main
+from torchtitan_rl.cli.verb_arguments import add_restarts, without_restarts
 from torchtitan_rl.cli.verbs import VERBS
 from torchtitan_rl.config.completion import field_flags
 
@@ -51,6 +55,54 @@ def test_a_name_that_is_nearly_right_is_told_the_right_one(words, said, capsys):
 def test_a_step_until_which_no_run_goes_is_refused(words, said, capsys):
     assert main.main(["train", QUICKSTART, "--dry-run", *words]) == 1
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--serve", "70000"], "port=70000: is none; use one up to 65535, or 0 for one that is free"),
+        (["--serve", "0", "--serve-host", "0.0.0.0"], "--serve-host=0.0.0.0: other machines reach it"),
+        (["--serve", "0", "--api-key-file", "nowhere"], "--api-key-file=nowhere: cannot be read"),
+        (["--resume", "runs/nowhere"], "--resume=runs/nowhere: there is no such directory"),
+        (["--max-restarts", "-2"], "--max-restarts=-2: must not be negative"),
+        (["--hosts", ""], "hosts='': is not the address of a worker; write tcp://HOST:PORT"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_run_would_refuse(words, said, capsys):
+    assert main.main(["train", QUICKSTART, "--dry-run", *words]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_a_dry_run_refuses_a_directory_that_holds_a_run(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    assert main.main(["train", QUICKSTART, "--dry-run", "--output-dir", str(tmp_path)]) == 1
+    assert "already holds a run" in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_noticed_before_anything_starts(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main.main(["train", QUICKSTART, "--dry-run", "--serve", str(taken.getsockname()[1])]) == 1
+    assert "cannot listen on 127.0.0.1" in capsys.readouterr().err
+
+
+def test_an_attempt_restarts_nothing_however_often_the_option_is_given():
+    parser = argparse.ArgumentParser()
+    add_restarts(parser, 3, "")
+    words = without_restarts(["--max-restarts", "5", "--max-restarts=7"])
+    assert parser.parse_args(words).max_restarts == 0
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--max-tokens", "0"], "--max-tokens=0: an answer needs at least 1; use 1 or more"),
+        (["--temperature", "-1"], "--temperature=-1.0: must be finite and not negative; 0 is greedy"),
+    ],
+)
+def test_sample_refuses_numbers_before_anything_starts(words, said, tmp_path):
+    command = [sys.executable, "-m", "torchtitan_rl.cli", "sample", "--checkpoint", str(tmp_path), "--prompt", "a"]
+    ended = subprocess.run([*command, *words], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1 and said in ended.stderr
 
 
 def test_a_fork_is_resumed_in_a_directory(capsys):

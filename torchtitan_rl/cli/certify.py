@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 import traceback
@@ -48,6 +49,7 @@ async def _certify(args: argparse.Namespace) -> int:
 
     try:
         text, output = _config_text(args)
+        _require_writable(output)
         hf = json.loads(text)
         shape_of, small = _reader(args), small_config(hf)
         shape_of(hf, f"model={args.model!r}")  # refuses a model that the family does not compute
@@ -63,16 +65,26 @@ async def _certify(args: argparse.Namespace) -> int:
             made=datetime.now().isoformat("T", "seconds"),
             versions=versions(),
         )
-        path = certificate.write(output)
     except Exception as error:
         if args.debug:
             traceback.print_exc()
         return exit_status.fail(error_text(error))
     print(json.dumps(certificate.as_data(), indent=1) if args.json else certificate.table())
+    try:
+        path = certificate.write(output)
+    except OSError as error:
+        return exit_status.fail(f"--output={output}: the certificate could not be written ({error}); give a directory")
     if broken := certificate.broken:
         return exit_status.fail(broken.line)
     say(f"{args.model}: certified in {certificate.seconds:.0f} s; {path}", event="certified")
     return 0
+
+
+def _require_writable(directory: Path) -> None:
+    """Raises ValueError for a place where no directory can be written: minutes later it would be too late."""
+    there = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ValueError(f"--output={directory}: cannot be written; give --output DIR, a directory that can")
 
 
 def _config_text(args: argparse.Namespace) -> tuple[str, Path]:

@@ -54,8 +54,10 @@ async def evaluate(args: argparse.Namespace, config: RunConfig) -> int:
     config.output_dir, prefix = config.output_dir or dated(f"eval-{config.name}"), source.text and f"{source.text}: "
     if args.num_tasks is not None and args.num_tasks < 1:
         raise ValueError(f"--num-tasks={args.num_tasks}: must be at least 1")
-    if args.pass_rates is not None and not os.access(Path(args.pass_rates).absolute().parent, os.W_OK):
-        raise ValueError(f"--pass-rates={args.pass_rates}: cannot be written; give a file in a directory that can")
+    if args.pass_rates is not None:
+        file = Path(args.pass_rates).absolute()
+        if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+            raise ValueError(f"--pass-rates={args.pass_rates}: cannot be written; give a file in a directory that can")
 
     async def body(controller: Controller) -> None:
         controller.state.step = source.step or 0

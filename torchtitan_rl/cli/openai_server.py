@@ -16,7 +16,6 @@ from torchtitan_rl.launch.actors import ActorLauncher
 from torchtitan_rl.model.files import load_tokenizer
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.serve.gateway import Served
-from torchtitan_rl.serve.keys import read_key
 from torchtitan_rl.serve.run_gateway import Address, announce, policy_of
 from torchtitan_rl.train.start import dated
 from torchtitan_rl.weights.checkpoint import hf_weights
@@ -43,7 +42,7 @@ async def serve(
     generator.max_model_len = generator.max_model_len or min(longest, _MAX_CONTEXT)
     if generator.max_model_len > longest:
         raise ValueError(f"--max-model-len={generator.max_model_len}: the model reads {longest} tokens; lower it")
-    read_key(address.api_key_file, address.host)
+    address.check()
     run_dir = RunDir.create(output_dir or dated(f"serve-{source.name}"))
     launcher = ActorLauncher(log_dir=str(run_dir.logs), start_timeout_s=300, call_timeout_s=_TIMEOUT_S)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import sys
 import traceback
 from pathlib import Path
@@ -51,6 +52,10 @@ async def _sample(args: argparse.Namespace) -> int:
     try:
         altered = AlteredSampling(**{f.name: getattr(args, f.name) for f in dataclasses.fields(AlteredSampling)})
         _check_flags(altered)
+        if args.max_tokens < 1:
+            raise ValueError(f"--max-tokens={args.max_tokens}: an answer needs at least 1; use 1 or more")
+        if not 0 <= args.temperature < math.inf:
+            raise ValueError(f"--temperature={args.temperature}: must be finite and not negative; 0 is greedy")
         if not args.temperature:
             check_greedy("--", altered, "add --temperature 1")
         params = SamplingParams(
@@ -97,11 +102,16 @@ async def sample(
 
     weights = hf_weights(checkpoint)
     source = origin(checkpoint)
-    shape_of_directory(weights)  # refuses a model of no family
+    longest = shape_of_directory(weights).max_seq_len  # refuses a model of no family
     tokenizer = load_tokenizer(weights)
     tokens = tokenizer.encode(prompt, add_special_tokens=False)
     if not tokens:
         raise ValueError(f"--prompt={prompt!r}: has no tokens; give some text")
+    if len(tokens) + params.max_tokens > longest:
+        raise ValueError(
+            f"--max-tokens={params.max_tokens}: with the prompt's {len(tokens)} above the model's {longest} tokens; "
+            "lower it, or shorten the prompt"
+        )
     config = GeneratorConfig(dtype="float32", max_model_len=len(tokens) + params.max_tokens, kv_cache_gib=0.25)
     run_dir = RunDir.create(output_dir or dated(f"sample-{source.name}"))
     if not quiet:  # on stderr: standard output is the completion alone

@@ -61,7 +61,6 @@ def run(args: argparse.Namespace) -> int:
     validate(config)
     if args.max_restarts and args.outcome is None:
         arguments = without_restarts(args.argv[args.argv.index("serve-tinker") + 1 :])
-        arguments += ["--max-restarts", "0"]
         directory = config.output_dir
         if not directory:  # the same one for every attempt
             directory = dated(f"tinker-{config.name}")

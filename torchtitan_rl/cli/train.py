@@ -89,10 +89,14 @@ def train(args: argparse.Namespace, config: RunConfig, prepare: Callable[[], obj
     _check_until(args.until, config)
     config = settled(config)
     backend = checked_backend(args, config, generators_only=False)
-    if args.dry_run:
-        return _dry_run(args, config, backend)
     if args.max_restarts < 0:
         raise ValueError(f"--max-restarts={args.max_restarts}: must not be negative; use 0 for none")
+    if (served_at := address(args, args.serve, args.serve_host)) is not None:
+        served_at.check("--serve-host")
+    if args.dry_run:
+        if prepare is None:
+            _check_directory(args, config)
+        return _dry_run(args, config, backend)
     if prepare is not None:
         prepare()
     if args.max_restarts:
@@ -127,13 +131,27 @@ def _uncertified(config: RunConfig) -> list[str]:
     return sorted(set(filter(None, lines)))
 
 
+def _check_directory(args: argparse.Namespace, config: RunConfig) -> None:
+    """Raises ValueError where the run's directory has nothing to go on from, or has a run and is to have a new one."""
+    from torchtitan_rl.record.run_dir import require_unused
+    from torchtitan_rl.train.resume import find
+
+    begins = not args.resume or find(config, args.resume) is None
+    if begins and config.output_dir:
+        require_unused(Path(config.output_dir))
+
+
 def _dry_run(args: argparse.Namespace, config: RunConfig, backend: Backend) -> int:
     """Says whether a valid config can run on this machine. Starts nothing."""
+    from torchtitan_rl.launch.addresses import split
     from torchtitan_rl.launch.inventory import check_fits, local_host
     from torchtitan_rl.launch.preflight import busy_problem, host_problem, memory_problem
     from torchtitan_rl.train.evaluation import look_at_data
     from torchtitan_rl.validation.rewards import check_reward
 
+    for worker in args.hosts:
+        if worker != "job":
+            split(worker)  # refuses what is no address
     # A dry run connects to no other host: it takes each host to be like this machine.
     hosts = [local_host(worker) for worker in args.hosts] or [local_host()]
     check_fits(config, hosts)

@@ -71,9 +71,8 @@ def add_restarts(parser: argparse.ArgumentParser, default: int, text: str) -> No
 
 
 def without_restarts(arguments: list[str]) -> list[str]:
-    """The arguments without `--max-restarts N`."""
-    at = next((i for i, argument in enumerate(arguments) if argument.startswith("--max-restarts")), len(arguments))
-    return arguments[:at] + arguments[at + (1 if "=" in "".join(arguments[at : at + 1]) else 2) :]
+    """The arguments of an attempt, which restarts nothing itself: of an option that is given twice the last counts."""
+    return [*arguments, "--max-restarts", "0"]
 
 
 def add_address(parser: argparse.ArgumentParser, prefix: str = "") -> None:

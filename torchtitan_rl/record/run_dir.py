@@ -32,10 +32,21 @@ from torchtitan_rl.record.schemas import SCHEMAS
 from torchtitan_rl.record.tables import Table
 from torchtitan_rl.record.tracing import span
 
-__all__ = ["RunDir"]
+__all__ = ["RunDir", "require_unused"]
 
 _METRIC_NAME = re.compile(r"step|phase|[a-z][a-z0-9_]*/[a-z][A-Za-z0-9_.@-]*")
 _NOT_FINITE = ("NaN", "Infinity", "-Infinity")
+
+
+def require_unused(path: Path) -> None:
+    """Raises ValueError for a directory that holds a run already."""
+    metrics_file = path / "metrics.jsonl"
+    if metrics_file.exists() and metrics_file.stat().st_size > 0:
+        raise ValueError(
+            f"output_dir={str(path)!r}: already holds a run (its metrics.jsonl has lines); pick another "
+            "output_dir, or go on with that run: torchtitan-rl train CONFIG --resume auto --output-dir "
+            f"{shlex.quote(str(path))}"
+        )
 
 
 class RunDir:
@@ -65,18 +76,12 @@ class RunDir:
                 probe.write_text("probe")
                 probe.unlink()
             run_dir.metrics_file.touch()
-            used = run_dir.metrics_file.stat().st_size > 0
         except OSError as error:
             raise ValueError(
                 f"output_dir={str(path)!r}: cannot be written ({error.strerror}: {error.filename}); choose a directory "
                 "you may write to"
             ) from error
-        if used:
-            raise ValueError(
-                f"output_dir={str(path)!r}: already holds a run (its metrics.jsonl has lines); pick another "
-                "output_dir, or go on with that run: torchtitan-rl train CONFIG --resume auto --output-dir "
-                f"{shlex.quote(str(path))}"
-            )
+        require_unused(run_dir.path)
         return run_dir
 
     def checkpoint_path(self, step: int) -> Path:

@@ -63,4 +63,5 @@ def error_text(error: BaseException) -> str:
 
 
 def _is_users(file: str) -> bool:
-    return not file.startswith(("<", *_LIBRARY_PATHS))
+    # Compiled modules name their files as they were built: `pyarrow/error.pxi` is nowhere.
+    return not file.startswith(("<", *_LIBRARY_PATHS)) and os.path.exists(file)

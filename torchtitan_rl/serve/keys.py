@@ -16,7 +16,7 @@ __all__ = ["API_KEY_VARIABLE", "read_key", "bearer", "check_key", "is_loopback",
 API_KEY_VARIABLE = "TORCHTITAN_RL_API_KEY"
 
 
-def read_key(file: str, host: str) -> str:
+def read_key(file: str, host: str, *, host_flag: str = "--host") -> str:
     """The key in `file`, else the key in the environment variable TORCHTITAN_RL_API_KEY; empty: no key is asked for.
 
     Raises ValueError for a file without a key, and where no key is given and `host` is not a loopback address.
@@ -38,7 +38,7 @@ def read_key(file: str, host: str) -> str:
         key = os.environ.get(API_KEY_VARIABLE, "").strip()
     if not key and not is_loopback(host):
         raise ValueError(
-            f"--host={host}: other machines reach it, and no API key is given; add --api-key-file FILE, or set "
+            f"{host_flag}={host}: other machines reach it, and no API key is given; add --api-key-file FILE, or set "
             f"{API_KEY_VARIABLE}"
         )
     return key

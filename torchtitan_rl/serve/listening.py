@@ -18,6 +18,22 @@ __all__ = ["Listening"]
 _START_S = 10.0
 
 
+def require_free(host: str, port: int) -> None:
+    """Raises ValueError for an address on which nothing could listen now."""
+    _bound(host, port).close()
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket that listens. Raises ValueError for an address that cannot be listened on."""
+    if not 0 <= port < 2**16:
+        raise ValueError(f"port={port}: is none; use one up to {2**16 - 1}, or 0 for one that is free")
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise ValueError(f"port={port}: cannot listen on {host} ({error}); use another") from error
+
+
 class Listening(AbstractAsyncContextManager):
     """Serves an application. Open with `async with`; `port` 0 takes one that is free."""
 
@@ -29,11 +45,7 @@ class Listening(AbstractAsyncContextManager):
 
     async def __aenter__(self) -> Listening:
         """Listens. Raises ValueError for an address that cannot be listened on."""
-        try:
-            family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-            bound = socket.create_server((self.host, self.port), family=family, backlog=2048)
-        except OSError as error:
-            raise ValueError(f"port={self.port}: cannot listen on {self.host} ({error}); use another") from error
+        bound = _bound(self.host, self.port)
         # asyncio sets TCP_NODELAY only where a socket's protocol number is IPPROTO_TCP; here the number is 0. Without
         # it a kept-alive client waits 40 ms for each answer of two packets. Connections inherit the option.
         bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)

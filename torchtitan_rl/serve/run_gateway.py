@@ -67,6 +67,16 @@ class Address:
     ignored: tuple[str, ...] = ()
     """Parameters that requests are answered without; see `rollout.ignored_parameters.IGNORABLE`."""
 
+    def check(self, host_flag: str = "--host") -> None:
+        """Raises ValueError for a port on which nothing could listen now, for a key that is missing, and for a
+        parameter that cannot be ignored. `host_flag`: how the command calls `host`."""
+        from torchtitan_rl.serve.keys import read_key
+        from torchtitan_rl.serve.listening import require_free
+
+        check_ignored(self.ignored, "--ignore")
+        read_key(self.api_key_file, self.host, host_flag=host_flag)
+        require_free(self.host, self.port)
+
     def gateway(self, served: Served, *, context_tokens: int, vocab_size: int) -> Gateway:
         """The gateway, not yet open. Raises ValueError for a key that is missing, for a tool parser that is none or
         does not go with the chat template, and for a parameter that cannot be ignored."""

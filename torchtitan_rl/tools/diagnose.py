@@ -9,6 +9,7 @@ from torchtitan_rl.health.diagnosis import examine
 from torchtitan_rl.health.rules.rule import Finding
 from torchtitan_rl.health.rules.table import RULES
 from torchtitan_rl.health.run_reader import Run
+from torchtitan_rl.record.json_lines import encode
 
 __all__ = ["add_arguments", "run"]
 
@@ -40,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
             "missing": diagnosis.missing,
             "lacks": diagnosis.lacks,
         }
-        print(json.dumps(data, indent=1))
+        print(json.dumps(encode(data), indent=1, allow_nan=False))
         return status
     for finding in diagnosis.findings:
         print(f"{finding.area} / {finding.rule}: {finding.what}")
@@ -70,6 +71,6 @@ def _evidence(finding: Finding) -> dict[str, str]:
     """Name of what was read -> its values with their steps."""
     texts: dict[str, list[str]] = {}
     for name, step, value in finding.evidence:
-        shown = value if isinstance(value, str) else f"{value:.4g}"
+        shown = str(value) if isinstance(value, (str, int)) else f"{value:.4g}"
         texts.setdefault(name, []).append(shown if step is None else f"{shown} (step {step})")
     return {name: ", ".join(values) for name, values in texts.items()}

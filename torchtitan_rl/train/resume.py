@@ -73,8 +73,6 @@ def find(config: RunConfig, resume: str) -> Resumption | None:
         if problem := checkpoint.problem(candidate):
             notes.append(f"{candidate.name} cannot be used: {problem}")
             continue
-        if not checkpoint.is_complete(candidate):
-            checkpoint.mark(candidate)
         state = checkpoint.read_state(candidate)
         point = fork_point(path)
         if point is not None and point.checkpoint != candidate.name:
@@ -197,6 +195,8 @@ def _take_over(run_dir: RunDir, resumption: Resumption) -> None:
         kept = checkpoint.put_back(replaced)
         if resumption.checkpoint is not None and replaced.name == resumption.checkpoint.name:
             resumption.checkpoint = resumption.checkpoint.with_name(kept.name)
+    if resumption.checkpoint is not None and not checkpoint.is_complete(resumption.checkpoint):
+        checkpoint.mark(resumption.checkpoint)
     attempts.forget_end(run_dir)
     run_dir.note_checksums()  # of what an attempt wrote that was killed
     name = resumption.checkpoint.name if resumption.checkpoint else None

@@ -84,6 +84,14 @@ def test_liveness_comes_first(run_dir, capsys):
     assert said(run_dir, "--threshold", "truncation=0.1") == 3
     out = capsys.readouterr().out
     assert out.index("liveness / gone: the run ended in the reinforcement phase at step 20") < out.index("truncation")
+    assert f"pid on {socket.gethostname()}: 99999999\n" in out
+
+
+def test_json_holds_no_number_that_json_has_not(run_dir, capsys):
+    lines = run_dir.metrics_file.read_text().replace('"loss/mean":0.1', '"loss/mean":"NaN"')
+    run_dir.metrics_file.write_text(lines.replace("{", '{"optim/skipped":1,', 20))
+    assert said(run_dir, "--json") == 3
+    json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
 
 
 def test_thresholds_of_the_config_count_and_those_of_the_command_win(run_dir):

@@ -170,6 +170,8 @@ def test_a_run_that_is_gone():
     )
     test = {"step": 40, "phase": "evaluation", "eval/split": "test", "eval/accuracy": 1.0}
     assert found([*lines, test], whereabouts=where("gone")) == {}
+    writing = {"ended": ""}  # its last checkpoint, while it was evaluated on test tasks
+    assert "it left no reason" in found([*lines, test], whereabouts=where("gone"), status=writing)["gone"].what
     assert found(lines, whereabouts=where("gone"), status={"ended": "finished"}) == {}
     full = {"kind": "run_failed", "attempt": 1, "text": "the checkpoint is not on disk"}
     assert "not on disk" in found([*lines, test], whereabouts=where("gone"), events=[full])["gone"].what

@@ -151,9 +151,11 @@ def gone(facts: RunFacts, threshold: float) -> Problem | None:
 
 
 def _finished(facts: RunFacts) -> bool:
-    """Whether the run came to its end. The evaluation on test tasks is the last act of training."""
-    last_ones = facts.own_evaluations[-1:]
-    return facts.status.get("ended") == "finished" or any(line.get("eval/split") == "test" for line in last_ones)
+    """Whether the run came to its end: its last checkpoint is on disk. A run without a status, which an older version
+    made, has ended with its evaluation on test tasks."""
+    if facts.status:
+        return facts.status.get("ended") == "finished"
+    return any(line.get("eval/split") == "test" for line in facts.own_evaluations[-1:])
 
 
 def slow_step(facts: RunFacts, threshold: float) -> Problem | None:
