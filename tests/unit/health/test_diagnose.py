@@ -89,7 +89,7 @@ def test_liveness_comes_first(run_dir, capsys):
 
 def test_json_holds_no_number_that_json_has_not(run_dir, capsys):
     lines = run_dir.metrics_file.read_text().replace('"loss/mean":0.1', '"loss/mean":"NaN"')
-    run_dir.metrics_file.write_text(lines.replace("{", '{"optim/skipped":1,', 20))
+    run_dir.metrics_file.write_text(lines)
     assert said(run_dir, "--json") == 3
     json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
 
