@@ -88,7 +88,10 @@ class Checkpoints:
             written = checkpoint.beside(path)
             checkpoint.begin(written)
             parts = {self._roles[role]: written / part for role, part in checkpointed_roles(config).items()}
-            await asyncio.gather(*(role.stage_checkpoint(where) for role, where in parts.items()))
+            stages = [role.stage_checkpoint(where) for role, where in parts.items()]
+            # All of them, also where one fails: what is written cannot be deleted while a role still writes.
+            if errors := [end for end in await asyncio.gather(*stages, return_exceptions=True) if end is not None]:
+                raise errors[0]
             if config.controller.checkpoint_export in ("all", "last" if last else "all"):
                 await self._export(written)
             await self._weights.save_teacher(checkpoint.teacher_file(written))
