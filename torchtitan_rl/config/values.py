@@ -74,7 +74,8 @@ def parsed(kind: Any, flag: str, words: list[str], current: Any = None) -> Any:
         if not isinstance(value, (list, tuple, dict)):
             advice = "give a value of that type"
             if get_args(kind)[:1] == (str,) and get_origin(kind) is list:
-                advice = f"a text that begins with a bracket is written {shlex.quote(repr([text]))}"
+                quoted = f'"{[text]}"' if re.fullmatch(r"[^\"\\$`!]*", text) else shlex.quote(repr([text]))
+                advice = f"a text that begins with a bracket is written {quoted}"
             raise ValueError(f"{flag}={text}: is not of type {_kind_name(kind)}; {advice}")
         if isinstance(value, dict):
             return value

@@ -256,7 +256,6 @@ def test_values_that_look_like_flags_or_hold_an_equals_sign():
         ("--trainer.optimizer.betas", "0.8 0.9 0.99", "tuple[float, float]"),
         ("--sampling.stop-token-ids", "1 x", "list[int]"),
         ("--algorithm.loss-config.clip-low", "x", "float"),
-        ("--generator.dtype", "float16", "Literal['float32', 'bfloat16']"),
     ],
 )
 def test_a_value_of_the_wrong_type_is_refused(flag, text, kind):

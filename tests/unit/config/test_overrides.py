@@ -1,6 +1,7 @@
 """Overrides: what `show` prints is accepted back, parts are switched on, functions are named."""
 
 import functools
+import math
 import pickle
 import re
 import shlex
@@ -95,6 +96,42 @@ def test_booleans_without_a_value():
     assert overridden("--weight-sync.no-verify").weight_sync.verify is False
     assert overridden("--no-weight-sync.verify", "--seed", "3").weight_sync.verify is False
     assert refusal(apply_overrides, run_config(), ["--no-seed"]).startswith("--no-seed: there is no such field")
+
+
+def test_a_switch_that_may_be_none_is_a_switch():
+    for words, value in (
+        (["--generator.enforce-eager"], True),
+        (["--no-generator.enforce-eager"], False),
+        (["--generator.enforce-eager", "true"], True),
+        (["--generator.enforce-eager", "None"], None),
+    ):
+        assert overridden(*words).generator.enforce_eager is value
+
+
+def test_a_text_of_a_list_keeps_its_blanks():
+    for words, stop in (
+        (["Final answer:"], ["Final answer:"]),
+        (["\n"], ["\n"]),
+        (["a b", "c"], ["a b", "c"]),
+        (["['[END]']"], ["[END]"]),
+    ):
+        assert overridden("--sampling.stop", *words).sampling.stop == stop
+    message = refusal(apply_overrides, run_config(), ["--sampling.stop", "[END]"])
+    assert message.endswith("; a text that begins with a bracket is written \"['[END]']\"")
+    assert overridden("--sampling.stop-token-ids", "3 4").sampling.stop_token_ids == [3, 4]
+    assert overridden("--trainer.optimizer.betas", "0.9 0.99").trainer.optimizer.betas == (0.9, 0.99)
+
+
+def test_a_choice_that_does_not_exist_is_refused_with_the_choices():
+    message = refusal(apply_overrides, run_config(), ["--algorithm.kl-in", "rewards"])
+    assert message == "--algorithm.kl-in=rewards: there is no such choice; use one of loss, reward, return"
+
+
+@pytest.mark.parametrize("number", [math.inf, -math.inf])
+def test_an_argument_without_bound_is_read_as_python_prints_it(number):
+    text = f"torchtitan_rl.algorithm.surrogate:ppo(dual_clip={number})"
+    loss_fn = overridden("--algorithm.loss-fn", text).algorithm.loss_fn
+    assert loss_fn.keywords == {"dual_clip": number} and function_name(loss_fn) == text
 
 
 def test_a_role_begins_with_the_policys_trainer():

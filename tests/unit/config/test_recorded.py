@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 
 from tests.kit.run_config import run_config
+from torchtitan_rl.algorithm import losses
 from torchtitan_rl.algorithm.reductions import constant_length
 from torchtitan_rl.config.derive import settled
 from torchtitan_rl.config.recorded import recorded_config
@@ -21,6 +22,13 @@ def test_a_config_reads_back_with_tuples_and_functions_with_arguments():
     assert changed == {} and resolved(back) == resolved(config)
     assert back.trainer.optimizer.betas == (0.9, 0.99) and isinstance(back.trainer.optimizer.betas, tuple)
     assert back.algorithm.reduction.keywords == {"length": 12} and back.task == config.task
+
+
+def test_a_bound_of_infinity_in_a_partial_reads_back():
+    config = settled(run_config())
+    config.algorithm.loss_fn = partial(losses.ppo, dual_clip=float("inf"))
+    back, changed = recorded_config(json.loads(json.dumps(resolved(config))), "run")
+    assert changed == {} and back.algorithm.loss_fn.keywords == {"dual_clip": float("inf")}
 
 
 def test_what_cannot_be_read_back_is_a_sentence():

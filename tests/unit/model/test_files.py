@@ -1,9 +1,11 @@
-"""The tokenizers of the package's own directories."""
+"""The tokenizers of the package's own directories, and which files of a directory are the model."""
+
+import json
 
 import pytest
 from transformers import AutoTokenizer
 
-from torchtitan_rl.model.files import BUILTIN_ASSETS, load_tokenizer
+from torchtitan_rl.model.files import BUILTIN_ASSETS, load_tokenizer, weight_files
 
 
 @pytest.mark.parametrize("name", BUILTIN_ASSETS)
@@ -16,3 +18,13 @@ def test_the_short_way_to_a_tokenizer_reads_what_transformers_reads(name):
     assert ours.encode(text) == reference.encode(text)
     assert ours.decode(ours.encode(text)) == reference.decode(ours.encode(text))
     assert ours.special_tokens_map == reference.special_tokens_map
+
+
+def test_one_file_counts_before_the_index_of_a_model_that_was_there_before(tmp_path):
+    index, one_file = tmp_path / "model.safetensors.index.json", tmp_path / "model.safetensors"
+    index.write_text(json.dumps({"weight_map": {"a": "model-00001-of-00001.safetensors"}}))
+    one_file.touch()
+    assert weight_files(tmp_path) == [one_file]
+    one_file.unlink()
+    with pytest.raises(ValueError, match="model-00001-of-00001.safetensors is missing, which model.safetensors.index"):
+        weight_files(tmp_path)

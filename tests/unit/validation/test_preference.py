@@ -1,5 +1,7 @@
 """What is refused of a preference phase before anything starts."""
 
+from functools import partial
+
 import pytest
 
 from tests.kit.refusal import refusal
@@ -11,6 +13,7 @@ from torchtitan_rl.config.preference import PreferenceConfig
 from torchtitan_rl.config.run import RoleConfig, RolesConfig, RunConfig
 from torchtitan_rl.tasks.letter_sort import LetterSort
 from torchtitan_rl.train.start import read_inputs
+from torchtitan_rl.validation.functions import probe_pair_loss
 from torchtitan_rl.validation.run import advice, validate
 
 
@@ -97,6 +100,24 @@ def swapped(chosen_P, rejected_P):
 def test_a_loss_of_ones_own_that_cannot_train_is_refused(loss_fn, expected):
     message = refusal(validate, config(loss_fn=loss_fn))
     assert message.startswith("preference.loss_fn=") and expected in message
+
+
+PAIR_LOSSES = {
+    name: getattr(pair_losses, name)
+    for name in pair_losses.__all__
+    if name not in ("scored", "forward_kl", "jensen_shannon", "alpha_divergence", "loss_of")  # parts of losses
+} | {
+    f"scored by {score.__name__}": partial(pair_losses.scored, score=score)
+    for score in (pair_losses.forward_kl, pair_losses.jensen_shannon, pair_losses.alpha_divergence)
+}
+
+
+@pytest.mark.parametrize("name", PAIR_LOSSES)
+def test_a_loss_of_the_library_passes_and_with_its_arguments_exchanged_it_is_refused(name):
+    loss_fn = PAIR_LOSSES[name]
+    probe_pair_loss("preference.loss_fn", loss_fn, {})
+    message = refusal(lambda: probe_pair_loss("preference.loss_fn", lambda c_P, r_P: loss_fn(r_P, c_P), {}))
+    assert "so the rejected would gain; mend its sign" in message
 
 
 def test_tasks_without_pairs_are_refused_before_the_start():
