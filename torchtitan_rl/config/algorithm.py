@@ -13,7 +13,7 @@ from annotated_types import Ge, Gt, Interval
 from torchtitan_rl.constraints import BETAS, Hint
 
 __all__ = ["AlgorithmConfig", "DistillConfig", "EntropyControlConfig", "FilterConfig", "ScheduleConfig"]
-__all__ += ["SupervisedConfig"]
+__all__ += ["SupervisedConfig", "unwrapped"]
 
 
 # Defaults of `AlgorithmConfig` that are functions of `torchtitan_rl.algorithm`, imported when a config is made: losses
@@ -44,7 +44,7 @@ def _default_critic_loss_fn() -> Callable:
     return value_loss
 
 
-def _unwrapped(function: Any) -> Any:
+def unwrapped(function: Any) -> Any:
     """The innermost function, without the layers of `functools.partial` and `functools.wraps` around it."""
     while True:
         inner = getattr(function, "__wrapped__", None) or (function.func if isinstance(function, partial) else None)
@@ -300,25 +300,25 @@ class AlgorithmConfig:
     @property
     def own_teachers(self) -> list[Any]:
         """The innermost functions of `workflow` and `after_rewards` that have `asks_teacher` set."""
-        functions = [_unwrapped(function) for function in (self.workflow, self.after_rewards)]
+        functions = [unwrapped(function) for function in (self.workflow, self.after_rewards)]
         return [function for function in functions if getattr(function, "asks_teacher", False)]
 
     @property
     def hooks(self) -> list[Callable]:
         """Functions to call with the judged rollouts of each task: the workflow's own `after_rewards`, then the
         config's."""
-        own = getattr(_unwrapped(self.workflow), "after_rewards", None)
+        own = getattr(unwrapped(self.workflow), "after_rewards", None)
         return [hook for hook in (own, self.after_rewards) if hook is not None]
 
     @property
     def minibatch_reads_entropy(self) -> bool:
         """Whether `minibatch_fn` reads `old_entropy`; see algorithm/minibatch_statistics.py."""
-        return getattr(_unwrapped(self.minibatch_fn), "reads_entropy", False)
+        return getattr(unwrapped(self.minibatch_fn), "reads_entropy", False)
 
     @property
     def minibatch_reads_batch_start(self) -> bool:
         """Whether `minibatch_fn` reads `batch_logprobs`; see algorithm/minibatch_statistics.py."""
-        return getattr(_unwrapped(self.minibatch_fn), "reads_batch_start", False)
+        return getattr(unwrapped(self.minibatch_fn), "reads_batch_start", False)
 
     @property
     def scores_each_batch(self) -> bool:

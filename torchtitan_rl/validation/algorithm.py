@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from torchtitan_rl.algorithm import advantages, corrections, credit, losses, minibatch_statistics, reductions
-from torchtitan_rl.config.algorithm import AlgorithmConfig, ScheduleConfig
+from torchtitan_rl.config.algorithm import AlgorithmConfig, ScheduleConfig, unwrapped
 from torchtitan_rl.config.resolve import function_name, named
 from torchtitan_rl.config.run import RolesConfig, RunConfig
 from torchtitan_rl.validation.functions import (
@@ -48,8 +48,8 @@ def check_algorithm(config: RunConfig) -> None:
     for role, estimator in advantages.estimators_of(algorithm).items():
         setting = f"algorithm.advantage_fn{role and '.' + role}"
         check_function(setting, estimator, advantages)
-        if isinstance(estimator, partial) and estimator.func is advantages.pass_at_k:
-            _check_subsets(setting, estimator.keywords.get("k", 0), algorithm)
+        if (estimator.func if isinstance(estimator, partial) else estimator) is advantages.pass_at_k:
+            _check_subsets(setting, estimator, algorithm)
     estimators = advantages.estimators_of(algorithm).values()
     if algorithm.greedy_baseline and not any(map(advantages.sees_group, estimators)):
         raise ValueError(
@@ -258,12 +258,13 @@ def _check_correction(algorithm: AlgorithmConfig, columns: set[str]) -> None:
                 "algorithm.correction_denominator='kept': there is no correction that rejects tokens; set "
                 "algorithm.correction_fn or use 'all'"
             )
-        if algorithm.correction_fn in (corrections.truncated_token, corrections.truncated_sequence):
+        function = unwrapped(algorithm.correction_fn)
+        if function in (corrections.truncated_token, corrections.truncated_sequence):
             raise ValueError(
-                f"algorithm.correction_denominator='kept': {function_name(algorithm.correction_fn)} rejects no token, "
+                f"algorithm.correction_denominator='kept': {function_name(function)} rejects no token, "
                 "so nothing would leave the denominator; use masked_token or masked_sequence, or 'all'"
             )
-        if algorithm.correction_fn is corrections.opsm:
+        if function is corrections.opsm:
             raise ValueError(
                 "algorithm.correction_denominator='kept': opsm compares with the policy of each step, and the "
                 "denominator is known before; use 'all', as in DeepSeek-V3.2"
@@ -313,7 +314,7 @@ def _check_minibatch_fn(algorithm: AlgorithmConfig) -> None:
 
 def _changes_advantages(algorithm: AlgorithmConfig) -> bool:
     """Whether `minibatch_fn` is one of this package's, which act through advantages alone."""
-    function = algorithm.minibatch_fn.func if isinstance(algorithm.minibatch_fn, partial) else algorithm.minibatch_fn
+    function = unwrapped(algorithm.minibatch_fn)
     return function in (minibatch_statistics.clip_cov, minibatch_statistics.kl_cov, minibatch_statistics.top_entropy)
 
 
@@ -422,8 +423,14 @@ def _uses_estimators(algorithm: AlgorithmConfig, roles: RolesConfig) -> bool:
     return roles.critic is None and not algorithm.teacher_trains_alone and algorithm.precomputed_advantages != "require"
 
 
-def _check_subsets(setting: str, k: int, algorithm: AlgorithmConfig) -> None:
-    """Raises ValueError for subsets of k rollouts that a group of `group_size` has none of, or a single one."""
+def _check_subsets(setting: str, estimator: Callable, algorithm: AlgorithmConfig) -> None:
+    """Raises ValueError for `pass_at_k` without k, and for subsets of k rollouts that a group of `group_size` has none
+    of, or a single one."""
+    k = getattr(estimator, "keywords", {}).get("k")
+    if k is None:
+        raise ValueError(
+            f"{setting}=pass_at_k: says not how many rollouts a subset has; write partial(advantages.pass_at_k, k=4)"
+        )
     if k >= algorithm.group_size and algorithm.trajectory_grouping_hook is None:
         raise ValueError(
             f"{setting}=pass_at_k(k={k}): compares subsets of {k} rollouts, and algorithm.group_size="

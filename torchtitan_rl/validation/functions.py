@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 
-from torchtitan_rl.algorithm.advantages import estimate_advantages
+from torchtitan_rl.algorithm.advantages import estimate_advantages, sees_group
 from torchtitan_rl.algorithm.credit import credits_of
 from torchtitan_rl.algorithm.terms import same_sequences
 from torchtitan_rl.config.algorithm import AlgorithmConfig
@@ -50,6 +51,8 @@ _COLUMNS = {
     "returns": [0.0, 1.0, 1.0, -0.5, -0.5],
 }
 _FAR_LOG_RATIO = 20.0
+_ROLLOUTS = "rollouts (task.answer=None, text='', every turn with the rollout's reward)"
+"""What a function of rollouts is called on, in messages."""
 _TOLERANCE = 1e-4  # float32, and a function of the user's own may round more than once
 
 
@@ -169,8 +172,9 @@ def probe_advantages(config: AlgorithmConfig) -> None:
     for role in config.advantage_fn if isinstance(config.advantage_fn, dict) else ["policy"]:
         groups = [made_up_group(f"probe/{i}", rewards_G, config, role=role) for i, rewards_G in enumerate(rewards)]
         estimator = config.advantage_fn[role] if isinstance(config.advantage_fn, dict) else config.advantage_fn
+        example = f"groups of made-up {_ROLLOUTS}" if sees_group(estimator) else "made-up rewards of groups"
         try:
-            _tried("algorithm.advantage_fn", partial(estimate_advantages, groups, config), {})
+            _tried("algorithm.advantage_fn", partial(estimate_advantages, groups, config), {}, example)
         except ValueError as error:
             place = defined_at(estimator)
             raise ValueError(f"{error}{place if '.py:' not in str(error) else ''}") from error
@@ -184,14 +188,15 @@ def probe_credit(config: AlgorithmConfig) -> None:
         if group.id == "probe/branches":
             root = rollout.turns[0]
             before = [*root.prompt_tokens, *root.completion.tokens]
-            rollout.turns += [Turn(prompt_tokens=[*before, i], completion=root.completion) for i in (1, 2)]
-        _tried(f"algorithm.credit_fn={named(config.credit_fn)}", partial(credits_of, rollout, config), {})
+            rollout.turns += [dataclasses.replace(root, prompt_tokens=[*before, i]) for i in (1, 2)]
+        where = f"algorithm.credit_fn={named(config.credit_fn)}"
+        _tried(where, partial(credits_of, rollout, config), {}, f"made-up {_ROLLOUTS}")
 
 
 def made_up_group(name: str, rewards_G: list[float], config: AlgorithmConfig, *, role: str = "policy") -> RolloutGroup:
     """A group of rollouts of one turn and of 1 to 8 sampled tokens, with these rewards, and a baseline where the run
-    will play one. Each has every reward part that is asked for by name, because no task says here what parts its reward
-    has; the value is the reward."""
+    will play one. Turns have the reward and the seconds that an environment gives them. Each rollout has every reward
+    part that is asked for by name, because no task says here what parts its reward has; the value is the reward."""
     task = Task(id="probe", prompt="")
     rollouts = []
     for i, reward in enumerate(rewards_G):
@@ -199,11 +204,11 @@ def made_up_group(name: str, rewards_G: list[float], config: AlgorithmConfig, *,
         sampled = Completion(
             tokens=[0] * length, logprobs=[-1.0] * length, policy_versions=[0] * length, finish_reason="stop"
         )
-        turns = [Turn(prompt_tokens=[0], completion=sampled)]
-        parts = _AnyPart(part=reward)
-        rollouts.append(Rollout(id=f"{name}/{i}", task=task, turns=turns, reward=reward, reward_parts=parts, role=role))
-    for rollout in rollouts:
+        turns = [Turn(prompt_tokens=[0], completion=sampled, reward=reward, seconds=(0.0, 1.0, 1.0))]
+        rollout = Rollout(id=f"{name}/{i}", task=task, turns=turns, reward=reward, group=name, role=role)
+        rollout.reward_parts, rollout.seconds = _AnyPart(part=reward), {"play": 1.0, "reward": 1.0}
         rollout.baseline = 0.5 if config.greedy_baseline else None
+        rollouts.append(rollout)
     return RolloutGroup(id=name, rollouts=rollouts)
 
 
@@ -266,7 +271,7 @@ def _call(
     )
 
 
-def _tried(where: str, function: Callable, keywords: dict[str, float]):
+def _tried(where: str, function: Callable, keywords: dict[str, float], example: str = "a few made-up tokens"):
     try:
         return function(**keywords)
     except ValueError as error:  # this package's ValueErrors begin with the argument at fault
@@ -276,7 +281,7 @@ def _tried(where: str, function: Callable, keywords: dict[str, float]):
         raise ValueError(text if text.startswith("algorithm.") else f"{where}: {text}") from error
     except Exception as error:
         raise ValueError(
-            f"{where}: raised {described(error)} on a few made-up tokens; mend it, or its arguments{raised_at(error)}"
+            f"{where}: raised {described(error)} on {example}; mend it, or its arguments{raised_at(error)}"
         ) from error
 
 

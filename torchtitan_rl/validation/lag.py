@@ -6,6 +6,7 @@ from __future__ import annotations
 from functools import partial
 
 from torchtitan_rl.algorithm import corrections
+from torchtitan_rl.config.algorithm import unwrapped
 from torchtitan_rl.config.resolve import function_name
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.validation.functions import reads
@@ -34,7 +35,7 @@ def check_lag_settings(config: RunConfig) -> None:
         if getattr(algorithm, name)
     ]
     # Sequence masking leaves out what a negative advantage would push further, and corrects no ratio.
-    if recomputed and algorithm.correction_fn not in (None, corrections.opsm):
+    if recomputed and unwrapped(algorithm.correction_fn) not in (None, corrections.opsm):
         return
     for name in recomputed:
         raise ValueError(

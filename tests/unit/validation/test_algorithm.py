@@ -5,6 +5,7 @@ import functools
 import math
 
 import pytest
+import torch
 
 from tests.kit.refusal import refusal
 from torchtitan_rl.algorithm import corrections, credit, losses, reductions
@@ -306,7 +307,11 @@ def test_an_estimator_that_is_not_one(estimator, message):
             "algorithm.advantage_fn.judge=pass_at_k(k=9): compares subsets of 9 rollouts",
         ),
         (functools.partial(pass_at_k, k=0), "k=0: is no number of rollouts"),
-        (pass_at_k, "missing 1 required keyword-only argument: 'k'"),
+        (
+            pass_at_k,
+            "algorithm.advantage_fn=pass_at_k: says not how many rollouts a subset has; write "
+            "partial(advantages.pass_at_k, k=4)",
+        ),
     ],
 )
 def test_subsets_that_a_group_does_not_have(estimator, message):
@@ -351,6 +356,30 @@ def test_an_estimator_of_groups_is_tried_with_lengths_and_any_part():
     )
     said = refused(advantage_fn=takes_it_for_rewards)
     assert said.startswith("algorithm.advantage_fn: raised AttributeError: 'JudgedGroup' object has no attribute")
+
+
+@group_estimator
+def less_for_slow_ones(group):
+    slowest_G = torch.tensor([max(turn.seconds[1] for turn in rollout.turns) for rollout in group.rollouts])
+    return group.rewards_G - 0.1 * slowest_G
+
+
+@group_estimator
+def reads_the_answer(group):
+    return torch.tensor([float(len(rollout.task.answer)) for rollout in group.rollouts])
+
+
+def halves_where_a_turn_is_paid(rollout):
+    return [0.5 if turn.reward > 0 else 1.0 for turn in rollout.turns]
+
+
+def test_made_up_rollouts_have_what_played_ones_have_and_a_message_says_what_they_lack():
+    check(run(advantage_fn=less_for_slow_ones, credit_fn=halves_where_a_turn_is_paid))
+    message = refused(advantage_fn=reads_the_answer)
+    assert "on groups of made-up rollouts (task.answer=None, text=''" in message and "tokens" not in message
+    message = refused(credit_fn=lambda rollout: [len(rollout.task.answer)] * len(rollout.turns))
+    assert "on made-up rollouts (task.answer=None, text=''" in message
+    assert "on made-up rewards of groups; mend it" in refused(advantage_fn=two_arguments)
 
 
 def halves(rollout):
@@ -605,6 +634,14 @@ def test_a_reduction_that_is_not_one(reduction, message):
             {
                 "correction_denominator": "kept",
                 "correction_fn": corrections.truncated_token,
+                "recompute_logprobs_per_batch": True,
+            },
+            "truncated_token rejects no token, so nothing would leave the denominator; use masked_token",
+        ),
+        (
+            {
+                "correction_denominator": "kept",
+                "correction_fn": functools.partial(corrections.truncated_token, cap=3.0),
                 "recompute_logprobs_per_batch": True,
             },
             "truncated_token rejects no token, so nothing would leave the denominator; use masked_token",

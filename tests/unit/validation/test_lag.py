@@ -1,5 +1,6 @@
 """A lag above 0 needs devices of their own for generators, and an objective that knows who sampled."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,12 @@ def test_distillation_over_more_than_the_sampled_token_needs_no_ratio():
             presets.grpo(
                 recompute_logprobs_per_batch=True, correction_fn=corrections.opsm, correction_config={"delta": 0.1}
             ),
+            (),
+            2,
+            "with recompute_logprobs_per_batch=True a ratio is",
+        ),
+        (
+            presets.grpo(recompute_logprobs_per_batch=True, correction_fn=partial(corrections.opsm, delta=0.1)),
             (),
             2,
             "with recompute_logprobs_per_batch=True a ratio is",
