@@ -110,7 +110,8 @@ class TrainerFiles:
             return
         merged = {name: lora.merge(name, whole(tensor).cpu(), adapters) for name, tensor in state.items()}
         tokenizer_dir = assets_dir(rank.model_config)
-        write_model_dir(Path(path), rank.shape, tokenizer_dir, eos=eos, pad=pad, classifier=classifier)
+        dtype = rank.config.training.dtype
+        write_model_dir(Path(path), rank.shape, tokenizer_dir, eos=eos, pad=pad, dtype=dtype, classifier=classifier)
         hf.write_hf_dir(merged, self._export_adapter(), Path(path), classifier=classifier)
 
     def save_adapter(self, path: str) -> None:

@@ -54,6 +54,7 @@ async def _certify(args: argparse.Namespace) -> int:
         shape_of, small = _reader(args), small_config(hf)
         shape_of(hf, f"model={args.model!r}")  # refuses a model that the family does not compute
         shape = shape_of(small, f"model={args.model!r}, made small")
+        shape.max_seq_len = small["max_position_embeddings"]  # a scaled rotary embedding may cover more
         began = time.monotonic()
         checks = await certify(shape, small, layouts=args.layouts, note=lambda title: _note(title, began, args.quiet))
         certificate = Certificate(

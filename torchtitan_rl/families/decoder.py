@@ -79,6 +79,27 @@ class DecoderShape(ABC):
     has_sinks: ClassVar[bool] = False
     """Whether attention has sinks: learned scores, one a head, that take weight from a query's positions."""
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for sizes that do not go together. A family with checks of its own calls this one first."""
+        if not all(isinstance(size, int) and size > 0 for size in (self.n_heads, self.n_kv_heads, self.head_dim)):
+            return  # one size by itself is refused by its constraints, in `validation.fields`
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(
+                f"model.shape.n_kv_heads={self.n_kv_heads}: every key head serves as many query heads, and "
+                f"n_heads={self.n_heads} is no multiple of it; use a number that divides n_heads"
+            )
+        field, rotated = self._rotation
+        if rotated % 2 or not rotated:
+            raise ValueError(
+                f"model.shape.{field}={getattr(self, field)}: the rotary embedding turns pairs of dimensions, and this "
+                f"is {rotated} of a head's {self.head_dim}; use a value for an even number"
+            )
+
+    @property
+    def _rotation(self) -> tuple[str, int]:
+        """The field that says how many dimensions of a head the rotary embedding turns, and how many it turns."""
+        return "head_dim", self.head_dim
+
     # The model.
 
     @abstractmethod
@@ -241,16 +262,22 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def sizes_of_hf(
-    hf: dict[str, Any], where: str, *, inner: str = "intermediate_size", heads: Sequence[str] = ()
+    hf: dict[str, Any],
+    where: str,
+    *,
+    inner: str = "intermediate_size",
+    heads: Sequence[str] = (),
+    norm_eps: float = 1e-6,
 ) -> dict[str, Any]:
     """The fields that every family has. `inner` is the key of the feed-forward's size. `heads`: those of
     `num_key_value_heads` and `head_dim` for which transformers would take a number of its own, not the one that follows
-    from the other sizes.
+    from the other sizes. `norm_eps` is for a missing `rms_norm_eps`. A key with null is as good as none.
 
     Raises ValueError, beginning with `where`, for missing keys."""
+    hf = {name: value for name, value in hf.items() if value is not None}
     sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", inner, "max_position_embeddings")
     required(hf, (*sizes, *heads), where)
-    theta, _ = rope_of(hf, where)
+    theta, scaling = rope_of(hf, where)
     return dict(
         vocab_size=hf["vocab_size"],
         dim=hf["hidden_size"],
@@ -260,10 +287,19 @@ def sizes_of_hf(
         head_dim=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
         hidden_dim=hf[inner],
         rope_theta=theta,
-        max_seq_len=hf["max_position_embeddings"],
+        max_seq_len=_num_positions(hf["max_position_embeddings"], scaling),
         tie_embeddings=hf.get("tie_word_embeddings", False),
-        norm_eps=hf.get("rms_norm_eps", 1e-6),
+        norm_eps=hf.get("rms_norm_eps", norm_eps),
     )
+
+
+def _num_positions(number: int, scaling: dict[str, Any]) -> int:
+    """Positions that the rotary embedding covers, of which the config.json says `number`. With YaRN they are `factor`
+    times the original ones, and many a config.json leaves the original number, as Qwen2.5's README advises."""
+    factor, original = scaling.get("factor"), scaling.get("original_max_position_embeddings")
+    if scaling.get("rope_type") != "yarn" or not isinstance(factor, (int, float)) or not isinstance(original, int):
+        return number
+    return max(number, int(factor * original))
 
 
 def read_config_json(path: Path, where: str) -> dict[str, Any]:

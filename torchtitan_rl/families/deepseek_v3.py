@@ -74,6 +74,7 @@ class DeepseekV3Shape(DecoderShape):
     lora_targets: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
+        DecoderShape.__post_init__(self)  # super() without arguments fails in a class with slots
         if self.n_kv_heads != self.n_heads:
             raise ValueError(
                 f"model.shape.n_kv_heads={self.n_kv_heads}: every head of latent attention has keys and values of its "
@@ -86,6 +87,10 @@ class DeepseekV3Shape(DecoderShape):
             raise ValueError(
                 f"model.shape.n_dense_layers={self.n_dense_layers}: must be below n_layers={self.n_layers}"
             )
+
+    @property
+    def _rotation(self) -> tuple[str, int]:
+        return "rotated_dim", self.rotated_dim
 
     @classmethod
     def debug(cls, **sizes: Any) -> Self:

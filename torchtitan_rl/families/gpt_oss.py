@@ -116,12 +116,12 @@ class GptOssShape(DecoderShape):
                 "0, 2, 4, ... have a sliding window is supported"
             )
         _, scaling = rope_of(hf, where)
-        return sizes_of_hf({"rms_norm_eps": 1e-5} | hf, where, heads=("num_key_value_heads", "head_dim")) | {
+        return sizes_of_hf(hf, where, heads=("num_key_value_heads", "head_dim"), norm_eps=1e-5) | {
             "experts": ExpertsShape(
                 num_experts=hf[number], top_k=hf["num_experts_per_tok"], load_balance_coeff=hf.get("load_balance_coeff")
             ),
             "sliding_window": hf["sliding_window"],
-            "swiglu_limit": hf.get("swiglu_limit", 7.0),
+            "swiglu_limit": 7.0 if hf.get("swiglu_limit") is None else hf["swiglu_limit"],
             "rope_scaling": YarnScaling.from_hf(scaling, where) if scaling else None,
         }
 

@@ -140,8 +140,8 @@ def required(hf: Mapping[str, Any], names: Collection[str], where: str) -> None:
 
 def rope_of(hf: Mapping[str, Any], where: str) -> tuple[float, dict[str, Any]]:
     """(base of the rotary embedding's frequencies, its scaling with `rope_type`), in either spelling. Without a base
-    10,000, as in transformers; without scaling an empty dictionary. Raises ValueError for two bases, and for two
-    scalings."""
+    10,000, as in transformers; without scaling an empty dictionary. YaRN without an original number of positions has
+    the model's, as in transformers. Raises ValueError for two bases, and for two scalings."""
     parts = {name: hf.get(name) or {} for name in ("rope_scaling", "rope_parameters")}
     bases = {"rope_theta": hf.get("rope_theta")} | {name: part.get("rope_theta") for name, part in parts.items()}
     bases = {place: float(base) for place, base in bases.items() if base is not None}
@@ -155,7 +155,10 @@ def rope_of(hf: Mapping[str, Any], where: str) -> tuple[float, dict[str, Any]]:
             f"rope_scaling={parts['rope_scaling']!r} and rope_parameters={parts['rope_parameters']!r}; "
             "keep the right one"
         )
-    return next(iter(bases.values()), 10_000.0), scalings[0] if scalings else {}
+    scaling = scalings[0] if scalings else {}
+    if scaling.get("rope_type") == "yarn" and hf.get("max_position_embeddings") is not None:
+        scaling.setdefault("original_max_position_embeddings", hf["max_position_embeddings"])
+    return next(iter(bases.values()), 10_000.0), scaling
 
 
 def _scaling(part: Mapping[str, Any]) -> dict[str, Any]:

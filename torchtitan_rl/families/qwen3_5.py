@@ -74,6 +74,26 @@ class Qwen35Shape(DecoderShape):
     # Adapters of gated delta nets would need five layers more, and PEFT's names for three of them are one.
     lora_targets: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj", "down_proj")
 
+    def __post_init__(self) -> None:
+        numbers = self.n_key_heads, self.n_value_heads, self.n_layers, self.full_attention_interval
+        if not all(isinstance(number, (int, float)) and number > 0 for number in (*numbers, self.rotary_factor)):
+            return  # one number by itself is refused by its constraints, in `validation.fields`
+        DecoderShape.__post_init__(self)  # super() without arguments fails in a class with slots
+        if self.n_value_heads % self.n_key_heads:
+            raise ValueError(
+                f"model.shape.n_value_heads={self.n_value_heads}: every key head of a gated delta net serves as many "
+                f"value heads; use a multiple of n_key_heads={self.n_key_heads}"
+            )
+        if self.n_layers < self.full_attention_interval:
+            raise ValueError(
+                f"model.shape.n_layers={self.n_layers}: none of them has attention, which every n-th layer has with "
+                f"full_attention_interval={self.full_attention_interval}; use more layers, or a smaller interval"
+            )
+
+    @property
+    def _rotation(self) -> tuple[str, int]:
+        return "rotary_factor", int(self.head_dim * self.rotary_factor)
+
     @classmethod
     def debug(cls, **sizes: Any) -> Self:
         return cls(**sizes | {"n_layers": 4}, n_key_heads=2, n_value_heads=4, key_head_dim=16, value_head_dim=32)
@@ -142,7 +162,7 @@ class Qwen35Shape(DecoderShape):
         from torchtitan.models.qwen3_5.parallelize import parallelize_qwen3_5
         from torchtitan.protocols.model_spec import ModelSpec
 
-        rotary_dim = int(self.head_dim * self.rotary_factor)
+        _, rotary_dim = self._rotation
         rope = rotations.half_rotation(rotary_dim, self.max_seq_len, self.rope_theta, None)
         keys, values = self.n_key_heads * self.key_head_dim, self.n_value_heads * self.value_head_dim
 

@@ -98,15 +98,22 @@ def read_shape(config: ModelConfig) -> DecoderShape:
 
 
 def write_model_dir(
-    directory: Path, shape: DecoderShape, tokenizer_dir: Path, *, eos: int, pad: int, classifier: bool = False
+    directory: Path,
+    shape: DecoderShape,
+    tokenizer_dir: Path,
+    *,
+    eos: int,
+    pad: int,
+    dtype: str = "float32",
+    classifier: bool = False,
 ) -> None:
-    """Writes config.json and the tokenizer's files, all that vLLM and transformers need besides weights. `classifier`:
-    of the family's sequence classifier with one label."""
+    """Writes config.json and the tokenizer's files, all that vLLM and transformers need besides weights. `dtype` is
+    that of the weights; `classifier`: of the family's sequence classifier with one label."""
     directory.mkdir(parents=True, exist_ok=True)
     for name in _TOKENIZER_FILES:
         if (tokenizer_dir / name).exists():
             shutil.copyfile(tokenizer_dir / name, directory / name)
-    content = shape.to_hf(eos, pad)
+    content = shape.to_hf(eos, pad) | {"torch_dtype": dtype}
     if classifier:
         names = [name.replace("ForCausalLM", "ForSequenceClassification") for name in content["architectures"]]
         content |= {"architectures": names, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}

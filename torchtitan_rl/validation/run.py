@@ -58,7 +58,12 @@ def validate(config: RunConfig) -> None:
     longest = config.sampling.max_prompt_tokens + config.sampling.max_tokens
     for role, (trainer, model) in config.trainers().items():
         prefix = "" if role == "policy" else f"roles.{role}."
-        check_fields(resolve_shape(model), f"{prefix}model.shape.")  # a directory's config.json may have said it
+        role_shape = resolve_shape(model)
+        check_fields(role_shape, f"{prefix}model.shape.")  # a directory's config.json may have said it
+        try:
+            _check_again(role_shape)
+        except ValueError as error:
+            raise ValueError(f"{prefix}{error}") from None
         check_trainer(f"{prefix}trainer", trainer, model, longest)
     check_own_model(config.generator, shape)
     if shape.experts is not None:
@@ -163,7 +168,8 @@ def _check_tokenizer(model: ModelConfig, shape: DecoderShape) -> None:
 
 
 def _check_again(part: Any) -> None:
-    """Runs __post_init__ of a task's config and of configs in it: an override sets one field without their checks."""
+    """Runs __post_init__ of a task's config or of a shape, and of what is in it: an override sets one field without
+    their checks."""
     if isinstance(part, dict):
         for item in part.values():
             _check_again(item)

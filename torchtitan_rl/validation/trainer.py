@@ -108,9 +108,10 @@ def check_degree(where: str, degree: int, shape) -> None:
 
 def check_context(where: str, limit: int, shape, longest: int) -> None:
     if longest > shape.max_seq_len:
+        role = f"roles.{where.split('.')[1]}: " if where.startswith("roles.") else ""
         raise ValueError(
-            f"sampling.max_prompt_tokens + max_tokens = {longest}: exceed the model's max_seq_len={shape.max_seq_len}; "
-            "lower one of them"
+            f"{role}sampling.max_prompt_tokens + max_tokens = {longest}: exceed the model's "
+            f"max_seq_len={shape.max_seq_len}; lower one of them"
         )
     if limit > shape.max_seq_len:
         raise ValueError(f"{where}={limit}: exceeds the model's max_seq_len={shape.max_seq_len}; lower it")

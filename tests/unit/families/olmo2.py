@@ -123,7 +123,7 @@ class Olmo2Shape(DecoderShape):
     @classmethod
     def _fields_of_hf(cls, hf: dict[str, Any], where: str) -> dict[str, Any]:
         check_keys(hf, HfKeys(title="an OLMo 2"), where)
-        return sizes_of_hf({"rms_norm_eps": 1e-5} | hf, where)  # transformers' default for OLMo 2
+        return sizes_of_hf(hf, where, norm_eps=1e-5)  # transformers' default for OLMo 2
 
     def _hf_kind(self) -> dict[str, Any]:
         return dict(architectures=["Olmo2ForCausalLM"], model_type="olmo2")

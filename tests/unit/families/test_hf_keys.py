@@ -8,7 +8,9 @@ from transformers import AutoConfig, Qwen3Config, Qwen3MoeConfig
 
 from tests import config_keys
 from tests.kit.refusal import refusal
+from tests.unit.families.shapes import SHAPES
 from torchtitan_rl.config.model import ExpertsShape, ModelConfig, Qwen3Shape
+from torchtitan_rl.families import shape_of_hf
 from torchtitan_rl.families.hf_keys import check_keys
 from torchtitan_rl.families.rope import YarnScaling
 from torchtitan_rl.model.shape import resolve_shape
@@ -87,14 +89,36 @@ def test_a_scaled_rotary_embedding_is_refused_in_both_spellings(rope):
 
 def test_a_scaling_that_lacks_a_name_or_has_two_values_is_refused():
     content = DENSE.to_hf(1, 0)
-    lacking = content | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}}
-    assert complaint(lacking).endswith(
-        "rope_scaling: its config.json has no original_max_position_embeddings; fetch the directory again"
-    )
+    lacking = content | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}
+    assert complaint(lacking).endswith("rope_scaling: its config.json has no factor; fetch the directory again")
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
     assert read(content | {"rope_scaling": yarn}).rope_scaling == YarnScaling(factor=4.0, original_max_seq_len=32)
     two = content | {"rope_scaling": yarn, "rope_parameters": yarn | {"rope_theta": 1e6, "factor": 8.0}}
     assert "has two scalings of the rotary embedding" in complaint(two)
+
+
+def test_yarn_covers_its_factor_times_the_original_positions():
+    content = DENSE.to_hf(1, 0) | {"max_position_embeddings": 32}
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    original = {"original_max_position_embeddings": 32}
+    assert read(content | {"rope_scaling": yarn | original}).max_seq_len == 128
+    extended = content | {"max_position_embeddings": 160, "rope_scaling": yarn | original}
+    assert read(extended).max_seq_len == read(read(extended).to_hf(1, 0)).max_seq_len == 160
+    shape = read(content | {"rope_scaling": yarn})  # the original number is the model's, as in transformers
+    assert shape.max_seq_len == 128 and shape.rope_scaling.original_max_seq_len == 32
+    parameters = {"rope_theta": 1e6} | yarn
+    bare = {name: value for name, value in content.items() if not name.startswith("rope")}
+    theirs = Qwen3Config(**bare, rope_parameters=parameters).rope_parameters
+    assert theirs["original_max_position_embeddings"] == 32
+
+
+def test_a_key_with_null_is_as_good_as_none():
+    content = DENSE.to_hf(1, 0)
+    shape = read(content | {"tie_word_embeddings": None, "rms_norm_eps": None})
+    assert (shape.tie_embeddings, shape.norm_eps) == (False, 1e-6)
+    content = SHAPES["gpt-oss"].to_hf(1, 0) | {"swiglu_limit": None, "rms_norm_eps": None}
+    shape = shape_of_hf(content, "m")
+    assert (shape.swiglu_limit, shape.norm_eps) == (7.0, 1e-5)
 
 
 def test_the_base_of_the_rotary_embedding_in_both_spellings():

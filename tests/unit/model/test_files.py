@@ -3,9 +3,10 @@
 import json
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
-from torchtitan_rl.model.files import BUILTIN_ASSETS, load_tokenizer, weight_files
+from torchtitan_rl.families import Qwen3Shape
+from torchtitan_rl.model.files import BUILTIN_ASSETS, load_tokenizer, weight_files, write_model_dir
 
 
 @pytest.mark.parametrize("name", BUILTIN_ASSETS)
@@ -28,3 +29,10 @@ def test_one_file_counts_before_the_index_of_a_model_that_was_there_before(tmp_p
     one_file.unlink()
     with pytest.raises(ValueError, match="model-00001-of-00001.safetensors is missing, which model.safetensors.index"):
         weight_files(tmp_path)
+
+
+def test_a_config_json_says_the_dtype_of_the_weights(tmp_path):
+    shape = Qwen3Shape(vocab_size=64, dim=32, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=16, hidden_dim=64)
+    for dtype in ("float32", "bfloat16"):
+        write_model_dir(tmp_path, shape, BUILTIN_ASSETS["chars"], eos=1, pad=0, dtype=dtype)
+        assert str(AutoConfig.from_pretrained(tmp_path).dtype) == f"torch.{dtype}"
