@@ -2,25 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 from torchtitan_rl.config.meshes import TrainerConfig
+from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.families import shape_of_directory
 
 __all__ = ["longest_rollout", "open_fields", "settled"]
 
 _FREE_PROMPTS = 2048
-"""Fewest tokens that are derived for a workflow of the user's own, whose later prompts no sampling limit bounds."""
+"""Fewest tokens that are derived for a workflow of the user's own, whose later prompts no sampling limit bounds; fewer
+where a model has fewer positions."""
 
 
 def longest_rollout(config: RunConfig) -> int:
     """The most tokens that the sampling limits allow a rollout."""
     sampling = config.sampling
     longest = max(sampling.max_prompt_tokens + sampling.max_tokens, sampling.max_rollout_tokens)
-    return (
-        longest if config.algorithm.workflow is None or config.algorithm.asks_teacher else max(longest, _FREE_PROMPTS)
-    )
+    if config.algorithm.workflow is None or config.algorithm.asks_teacher:
+        return longest
+    return max(longest, min([_FREE_PROMPTS, *(_num_positions(model) for _, model in config.trainers().values())]))
+
+
+def _num_positions(model: ModelConfig) -> int:
+    """Positions of a model, as far as its shape or its directory says; another model's are no fewer than
+    `_FREE_PROMPTS`: torchtitan's flavours have 4,096 or more, and a mistake is for validation to report."""
+    if model.shape is not None:
+        return model.shape.max_seq_len
+    directory = Path(model.assets).expanduser()
+    if model.flavor is None and (directory / "config.json").is_file():
+        with contextlib.suppress(ValueError):
+            return shape_of_directory(directory, model.family).max_seq_len
+    return _FREE_PROMPTS
 
 
 def open_fields(config: RunConfig) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """Overrides: what `show` prints is accepted back, parts are switched on, functions are named."""
 
 import functools
+import json
 import math
 import pickle
 import re
@@ -178,6 +179,22 @@ def test_lengths_follow_from_the_sampling_limits(capsys):
     assert refusal(validate, config) == (
         "sampling.max_prompt_tokens + max_tokens = 108: exceed the model's max_seq_len=64; lower one of them"
     )
+
+
+async def my_workflow(task, policy, *, rollout_id, seed):
+    raise NotImplementedError
+
+
+def test_lengths_for_a_workflow_fit_the_models(tmp_path):
+    config = run_config()  # a model of 64 positions
+    config.trainer, config.generator.max_model_len, config.algorithm.workflow = TrainerConfig(), 0, my_workflow
+    validate(config)
+    assert settled(config).trainer.training.seq_len == settled(config).generator.max_model_len == 64
+    config.model.shape.max_seq_len = 4096
+    assert settled(config).trainer.training.seq_len == 2048
+    config.roles.reference = RoleConfig(model=ModelConfig(assets=str(tmp_path)))
+    (tmp_path / "config.json").write_text(json.dumps(config.model.shape.to_hf(1, 0) | {"max_position_embeddings": 100}))
+    assert settled(config).roles.reference.trainer.training.seq_len == settled(config).generator.max_model_len == 100
 
 
 @pytest.mark.parametrize(
