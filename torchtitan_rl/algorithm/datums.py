@@ -151,14 +151,24 @@ def _sequences(
     for index, turn in enumerate(rollout.turns):
         _check_completion(rollout, turn)
         if sequence.tokens and turn.prompt_tokens[: len(sequence.tokens)] != sequence.tokens:
-            yield sequence
+            yield _predicting(sequence)
             sequence = _Sequence(rollout.id, group, number, first_turn=index)
         turn_advantages = (
             advantages[index] if isinstance(advantages, list) else [advantages] * len(turn.completion.tokens)
         )
         sequence.extend(turn, turn_advantages, credits[index], masked=rollout.masked)
     if sequence.tokens:
-        yield sequence
+        yield _predicting(sequence)
+
+
+def _predicting(sequence: _Sequence) -> _Sequence:
+    """The sequence. Raises ValueError for a single token, after which nothing is predicted."""
+    if len(sequence.tokens) == 1:
+        raise ValueError(
+            f"rollout={sequence.name}: turn {sequence.first_turn} is one token, prompt and completion together, so "
+            "nothing is predicted; let the workflow leave such a turn out"
+        )
+    return sequence
 
 
 def demonstration_datums(pairs: list[tuple[list[int], list[int]]], config: AlgorithmConfig) -> list[Datum]:

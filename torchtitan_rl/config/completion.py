@@ -65,11 +65,7 @@ def script(shell: str, verbs: Mapping[str, Sequence[str]], configured: Sequence[
         for verb, own in options.items()
     ]
     bash = _BASH.format(verbs=" ".join(verbs), cases="\n".join(cases))
-    return (
-        bash
-        if shell == "bash"
-        else f"autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n{bash}"
-    )
+    return bash if shell == "bash" else f"{_ZSH_FIRST}{bash}"
 
 
 def _fish(options: Mapping[str, Sequence[str]], configured: Sequence[str]) -> Iterator[str]:

@@ -14,7 +14,6 @@ _HARMLESS = (
     "controller.",
     "record.",
     "weight_sync.",
-    "record.",
     "roles.colocation",
     # Layout and speed: the state of a checkpoint fits every layout.
     *(

@@ -167,6 +167,8 @@ def _outlying_tensor(pairs: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> Cau
         )
         for name, (published, parameter) in pairs.items()
     }
+    if not far:  # no whole tensor has the published shape
+        return None
     worst = max(far, key=lambda name: far[name])
     if far[worst] <= 10 * statistics.median(far.values()):
         return None

@@ -72,6 +72,10 @@ def _check_task(where: str, task: Any) -> None:
 
 def _check_type(where: str, value: Any, kind: Any) -> None:
     plain = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+    if get_origin(plain) is dict and get_args(plain)[1] is float:  # of a user's own function it may be a switch, too
+        for path, number in _entries(where, value):
+            if isinstance(number, str):
+                raise ValueError(_of_another_type(path, number, float))
     if not _fits(value, plain):
         raise ValueError(_of_another_type(where, value, plain))
 

@@ -324,3 +324,15 @@ def test_a_critics_values_become_advantages_and_returns():
     assert first.loss_inputs["returns"].tolist() == [0.0, 0.0, 1.0, 1.0]
     assert second.loss_inputs["advantages"].tolist() == [0.0, 0.0, -0.5]
     assert second.loss_inputs["values"] is values[1]
+
+
+def test_a_turn_of_one_token_is_refused_by_its_rollout():
+    alone, after = rollout(1.0, turn([5], [], [])), rollout(0.0, turn([5, 6], [7], [-1.0]), turn([9], [], []))
+    assert refusal(to_datums, [group(alone)], AlgorithmConfig()).startswith(
+        "rollout=0/0/0: turn 0 is one token, prompt"
+    )
+    assert refusal(to_datums, [group(after)], AlgorithmConfig()).startswith(
+        "rollout=0/0/0: turn 1 is one token, prompt"
+    )
+    goes_on = rollout(1.0, turn([5], [], []), turn([5, 6], [7], [-1.0]))
+    assert [datum.tokens.tolist() for datum in to_datums([group(goes_on)], AlgorithmConfig())] == [[5, 6]]

@@ -48,6 +48,7 @@ def with_value(path: str, value: Any):
         ("task", LetterSort, "task=LetterSort: is a class, not a config of one; write task=LetterSort.Config()"),
         ("task", LetterSort.Config, "task=LetterSort.Config: is a class, not a config of one; write task"),
         ("supervised.task", LetterSort(LetterSort.Config()), "supervised.task: is a LetterSort, which has no build()"),
+        ("algorithm.loss_config", {"clip_low": "0.2"}, "algorithm.loss_config.clip_low='0.2': is of type str, the fi"),
         ("task.max_letters", "6", "task.max_letters='6': is of type str, the field takes int; write max_letters=6"),
     ],
 )  # fmt: skip
