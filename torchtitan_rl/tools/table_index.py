@@ -86,7 +86,12 @@ class TableIndex:
             f"order by {order} limit ? offset ?",
             [*searched, *values, per_page, (max(1, page) - 1) * per_page],
         )
-        total = rows[0]["total"] if rows else 0
+        if rows or page <= 1:
+            total = rows[0]["total"] if rows else 0
+        else:  # no row of a page past the last one carries the number
+            condition = " and ".join(conditions)
+            (count,) = self.rows(f"select count(*) as n from {source} where {condition}", [*searched, *values])
+            total = count["n"]
         self.preview(rows)
         return Page(rows=rows, total=total, notes=self.notes())
 

@@ -49,7 +49,9 @@ def test_lists_are_searched_filtered_sorted_and_cut_into_pages(run_dir):
     assert ids(rollouts, group="5/0", descending=False) == ["5/0/0", "5/0/1"]
     page = rollouts.find(Query(per_page=5, page=3))
     assert (len(page.rows), page.total) == (2, 12)
-    assert rollouts.find(Query(per_page=5, page=9)).rows == []
+    past = rollouts.find(Query(per_page=5, page=9))
+    assert (past.rows, past.total) == ([], 12)
+    assert rollouts.find(Query(text="is right", page=2)).total == 3
     with pytest.raises(ValueError, match="sort='text'"):
         rollouts.find(Query(sort="text"))
 

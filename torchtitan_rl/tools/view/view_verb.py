@@ -17,6 +17,7 @@ __all__ = ["add_arguments", "run"]
 
 _HOST = "127.0.0.1"
 _TRIED = 20
+_LAST_PORT = 65535
 _PAGES_AT_ONCE = 4
 """Threads that make pages. Each keeps memory of its own in the allocators of the C library, Arrow and DuckDB: with the
 usual 40 the process grew for many rounds of requests. 64 clients at once wait a fifth longer for it."""
@@ -37,7 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serves until interrupted. A run may begin later: its directory need not be there yet. Raises ValueError for a
-    path that is no directory, when no port is free, and where the package that the page needs is not installed."""
+    path that is no directory, for a number that is no port, when no port is free, and where the package that the page
+    needs is not installed."""
+    if not 0 <= args.port <= _LAST_PORT:
+        raise ValueError(f"--port={args.port}: must be from 0, which takes a free one, to {_LAST_PORT}")
     try:
         from torchtitan_rl.tools.rollouts import Query
         from torchtitan_rl.tools.view.application import application
@@ -88,9 +92,10 @@ async def _listening(app: ReadOnly, port: int) -> Listening:
     """A server on the first free port from `port` on. Raises ValueError when none of some is free."""
     from torchtitan_rl.serve.listening import Listening
 
-    for tried in range(port, port + _TRIED if port else 1):
+    tried = range(port, min(port + _TRIED, _LAST_PORT + 1) if port else 1)
+    for number in tried:
         try:
-            return await Listening(app, _HOST, tried).__aenter__()
-        except (ValueError, OverflowError) as error:
+            return await Listening(app, _HOST, number).__aenter__()
+        except ValueError as error:
             last = error
-    raise ValueError(f"--port={port}: neither it nor the next {_TRIED - 1} are free ({last}); give another")
+    raise ValueError(f"--port={port}: none from {tried[0]} to {tried[-1]} is free ({last}); give another")

@@ -109,6 +109,29 @@ def test_what_a_model_said_is_text(page, address):
         assert "U+202E RIGHT-TO-LEFT OVERRIDE" in answer.text
 
 
+@pytest.mark.parametrize("address", ["/rollouts", "/completions"])
+def test_a_page_past_the_last_one_says_so_and_not_that_nothing_fits(page, address):
+    assert "This page of the list is empty." in Tags(page.get(f"{address}?page=99").text).said
+    assert " fits." in Tags(page.get(f"{address}?page=99&q=no+such+text").text).said
+
+
+def test_names_within_attributes_are_without_tags(tmp_path):
+    run_dir = made_run(tmp_path / "a\u202eb", steps=1)
+    write_evaluation(run_dir, 0, [completion(0, "at once", 1.0)])
+    event = {"at": "2026-01-01T00:00:00+00:00", "level": "warning", "kind": "k", "who": "x", "text": "t"}
+    run_dir.record("events", 1, [event])
+    with run_dir.metrics_file.open("a") as file:
+        file.write(json.dumps({"step": 1, "phase": "reinforcement", "odd/\u202ename": 1.0}) + "\n")
+    page = client(run_dir.path)
+    for address, params, label in (
+        ("/", {}, "Events of aU+202Eb"),
+        ("/evaluations", {}, "Evaluations of aU+202Eb"),
+        ("/curves", {"metric": "odd/\u202ename"}, "odd/U+202Ename over steps"),
+    ):
+        tags = Tags(page.get(address, params=params).text).tags
+        assert label in [attributes.get("aria-label") for _, attributes in tags], address
+
+
 def test_the_same_draws_of_two_runs_stand_side_by_side(tmp_path):
     texts = {"first": ["abcd", "same", "right"], "second": ["abxy", "same", "wrong"]}
     for name, rewards in (("first", [0.25, 0.5, 1.0]), ("second", [0.25, 0.5, 0.0])):
@@ -463,6 +486,28 @@ async def test_a_port_in_use_picks_the_next_one(runs):
             return listening.port
 
         assert port < await taken_port() < port + 20
+
+
+@pytest.mark.parametrize("port", ["-5", "65536"])
+def test_a_number_that_is_no_port_is_refused(port, runs, capsys):
+    assert main.main(["view", str(runs / "first"), "--port", port]) == 1
+    assert f"--port={port}: must be from 0, which takes a free one, to 65535" in capsys.readouterr().err
+
+
+async def test_the_next_ports_end_with_the_last_one(runs, monkeypatch):
+    tried = []
+
+    class Taken:
+        def __init__(self, app, host, port):
+            tried.append(port)
+
+        async def __aenter__(self):
+            raise ValueError("in use")
+
+    monkeypatch.setattr("torchtitan_rl.serve.listening.Listening", Taken)
+    with pytest.raises(ValueError, match="--port=65534: none from 65534 to 65535 is free"):
+        await view_verb._listening(application(open_runs([runs / "first"])), 65534)
+    assert tried == [65534, 65535]
 
 
 def test_the_verb_says_what_is_wrong(tmp_path, capsys, monkeypatch):
