@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import shlex
 import signal
 import traceback
 from collections.abc import Awaitable, Callable
@@ -75,7 +76,7 @@ async def run_controller(
         return 130
     except Preempted as end:
         _note_end(controller, "preempted", str(end))
-        go_on = f"go on with --resume latest --output-dir {controller.run_dir.path}"
+        go_on = f"go on with --resume latest --output-dir {shlex.quote(str(controller.run_dir.path))}"
         say(f"stopped {_place(controller)} with a checkpoint: {end}; {go_on}", event="stopped", level="warning")
         return PREEMPTED_STATUS
     except Exception as error:

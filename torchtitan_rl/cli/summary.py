@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,5 +44,4 @@ def _accuracy(evaluation: Evaluation) -> str:
 
 def next_command(verb: str, path: Path) -> str:
     """The command of a verb that looks at a run."""
-    quoted = f"'{path}'" if set(str(path)) & set(" ()&;$") else str(path)
-    return f"torchtitan-rl {verb} {quoted}"
+    return shlex.join(["torchtitan-rl", verb, str(path)])

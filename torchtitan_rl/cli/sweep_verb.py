@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -38,7 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--at", type=int, default=0, metavar="STEP", help="fork the parents here; default: 0, after the warm start"
     )
-    parser.add_argument("--output-dir", default="", metavar="DIR", help="of the sweep; default: runs/NAME-sweep")
+    parser.add_argument(
+        "--output-dir",
+        default="",
+        metavar="DIR",
+        help="of the sweep, by which it can go on; default: runs/NAME-sweep-DATE-TIME",
+    )
     parser.add_argument(
         "--only-seeds",
         default="",
@@ -78,7 +84,8 @@ def run(args: argparse.Namespace) -> int:
         with locked(plan.directory, seeds), _sigterm_between_runs():
             table = carry_out(plan, seeds, *commands)
     except Interrupted as end:
-        line = f"the sweep has ended with its run; go on with the same command and --output-dir {plan.directory}"
+        place = shlex.quote(str(plan.directory))
+        line = f"the sweep has ended with its run; go on with the same command and --output-dir {place}"
         say(line, event="stopped", level="warning")
         return int(end.args[0])
     say(table_text(table, len(plan.seeds)), event="table", to=sys.stdout)

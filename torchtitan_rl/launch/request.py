@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from torchtitan_rl.record import replica_request
+from torchtitan_rl.record.json_lines import parsed
 
 __all__ = ["check_going_on", "request"]
 
@@ -33,7 +34,7 @@ def request(
         if time.monotonic() > until:
             raise ValueError(
                 f"run={str(run)!r}: has not answered for {timeout_s:g} s and may do so later; its log and "
-                f"`torchtitan-rl diagnose {run}` say what it does"
+                f"`torchtitan-rl diagnose {shlex.quote(str(run))}` say what it does"
             )
         meanwhile()
         time.sleep(_LOOK_EVERY_S)
@@ -50,10 +51,16 @@ def check_going_on(run: Path) -> None:
     from torchtitan_rl.record.run_dir import RunDir
 
     try:
-        status = json.loads((run / "status.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        status = parsed((run / "status.json").read_bytes())
+        ended = status.get("ended")
+    except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"run={str(run)!r}: is no directory of a run; name one, such as runs/first") from None
-    if status["ended"]:
-        raise ValueError(f"run={str(run)!r}: has {status['ended']}; name a run that goes on")
+    except (ValueError, AttributeError):  # of another kind than an object
+        raise ValueError(
+            f"run={str(run)!r}: its status.json is damaged; a run that goes on writes it anew within seconds, so try "
+            "again, or begin again with --resume latest"
+        ) from None
+    if ended:
+        raise ValueError(f"run={str(run)!r}: has {ended}; name a run that goes on")
     if pulse(whereabouts(Run(RunDir(run))), status, time.time()) == "gone":
         raise ValueError(f"run={str(run)!r}: its process is gone; begin again with --resume latest")

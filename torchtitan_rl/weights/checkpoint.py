@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -336,6 +337,6 @@ def hf_weights(path: Path) -> Path:
     if not (exported := hf_dir(require_complete(path))).is_dir():
         raise ValueError(
             f"checkpoint={str(path)!r}: holds no Hugging Face directory (controller.checkpoint_export); make one with "
-            f"torchtitan-rl export {path} DIRECTORY and give that"
+            f"torchtitan-rl export {shlex.quote(str(path))} DIRECTORY and give that"
         )
     return exported

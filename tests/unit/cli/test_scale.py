@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import socket
 import threading
 import time
@@ -55,6 +56,16 @@ def test_a_run_that_does_not_answer_is_not_waited_for_without_an_end(run, capsys
     assert "has not answered for 0.3 s and may do so later" in capsys.readouterr().err
 
 
+def test_the_command_that_looks_at_a_run_can_be_pasted(run, monkeypatch, capsys):
+    directory = run / "it's"
+    directory.mkdir()
+    monkeypatch.setattr("torchtitan_rl.launch.request.check_going_on", lambda run: None)
+    replica_request.open_for(directory, [])
+    assert main(["scale", str(directory), "--replicas", "2", "--timeout-s", "0.3"]) == 1
+    command = capsys.readouterr().err.split("`")[1]
+    assert shlex.split(command) == ["torchtitan-rl", "diagnose", str(directory)]
+
+
 def test_no_replica_is_refused_before_anybody_is_asked(run, capsys):
     assert main(["scale", str(run), "--replicas", "0"]) == 1
     assert "--replicas=0: a run needs a generator; use at least 1" in capsys.readouterr().err
@@ -83,6 +94,10 @@ def test_what_is_no_run_or_does_not_go_on_is_refused(tmp_path, capsys):
     (tmp_path / "status.json").write_text(json.dumps(status))
     assert main(["scale", str(tmp_path), "--replicas", "2"]) == 1
     assert "has finished; name a run that goes on" in capsys.readouterr().err
+    for damaged in ("", "[]", '{"ended": '):
+        (tmp_path / "status.json").write_text(damaged)
+        assert main(["scale", str(tmp_path), "--replicas", "2"]) == 1
+        assert f"run={str(tmp_path)!r}: its status.json is damaged; " in capsys.readouterr().err
     (tmp_path / "status.json").write_text(json.dumps(status | {"ended": ""}))
     (tmp_path / "run.lock").write_text(f"pid {os.getpid()} on {socket.gethostname()}")  # nobody holds it
     assert main(["scale", str(tmp_path), "--replicas", "2"]) == 1

@@ -1,9 +1,10 @@
 """What a run that has ended says of its phases."""
 
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 
-from torchtitan_rl.cli.summary import summary_rows
+from torchtitan_rl.cli.summary import next_command, summary_rows
 from torchtitan_rl.config.run import ControllerConfig
 from torchtitan_rl.train.evaluation import Evaluation
 
@@ -39,3 +40,9 @@ def test_a_run_with_reinforcement_says_what_that_changed():
         "greedy accuracy after reinforcement (validation)": "0.992",
         "greedy accuracy after reinforcement (test, looked at once)": "0.988",
     }
+
+
+def test_a_command_can_be_pasted_whatever_the_directory_is_called():
+    assert next_command("view", Path("runs/first")) == "torchtitan-rl view runs/first"
+    for name in ("runs/it's", "runs/a b", "runs/`x`", "runs/$HOME", "runs/a*", "runs/a\\b"):
+        assert shlex.split(next_command("diagnose", Path(name))) == ["torchtitan-rl", "diagnose", name]

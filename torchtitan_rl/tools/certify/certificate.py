@@ -6,6 +6,7 @@ import hashlib
 import importlib.metadata
 import json
 import math
+import shlex
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,7 @@ def missing_certificate(directory: Path) -> str:
     """Why the model of a directory is not certified, in one line; empty: it is, or there is no config.json."""
     if not (directory / "config.json").exists():
         return ""
-    command = f"torchtitan-rl certify {directory}"
+    command = shlex.join(["torchtitan-rl", "certify", str(directory)])
     try:
         certificate = json.loads((directory / FILE).read_text())
         same = certificate["config_sha256"] == text_hash((directory / "config.json").read_text())

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 
 import pytest
 
@@ -66,6 +67,14 @@ def test_train_says_what_a_directory_lacks(tmp_path):
     assert "has a broken line" in missing_certificate(tmp_path)
     certificate(CHECKS[:1], config="other").write(tmp_path)
     assert "is of another config.json" in missing_certificate(tmp_path)
+
+
+def test_the_command_that_makes_a_certificate_can_be_pasted(tmp_path):
+    directory = tmp_path / "it's mine"
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    command = missing_certificate(directory).split("`")[1]
+    assert shlex.split(command) == ["torchtitan-rl", "certify", str(directory)]
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"ok": true}'])

@@ -1,12 +1,14 @@
 """Arms and seeds of a sweep, and what is refused before anything starts."""
 
 import os
+import shlex
 import subprocess
 
 import pytest
 
 from tests.kit.run_config import run_config
 from torchtitan_rl.cli import main
+from torchtitan_rl.tools.sweep import course
 from torchtitan_rl.tools.sweep.arms import Arm, arms_of, read_seeds
 from torchtitan_rl.tools.sweep.sweep_plan import Plan, checkpoint_cadence, locked
 
@@ -182,6 +184,16 @@ def test_an_array_has_a_task_for_each_seed_with_the_same_sweep(tmp_path, capsys)
     assert arguments.startswith(f"sweep {main.QUICKSTART} --controller.num-steps 4 --seeds 0,7,3 --at 0 --set ")
     assert arguments.endswith("a sweep --backend actors --max-restarts 0 --keep-all --only-seeds 7")
     assert not (tmp_path / "a sweep").exists()
+
+
+def test_the_option_that_a_sweep_goes_on_with_can_be_pasted(tmp_path, monkeypatch, capsys):
+    def interrupted(*_):
+        raise course.Interrupted(75)
+
+    monkeypatch.setattr(course, "carry_out", interrupted)
+    directory = tmp_path / "it's"
+    assert main.main(["sweep", str(main.QUICKSTART), "--output-dir", str(directory), *SWEEP]) == 75
+    assert shlex.split(capsys.readouterr().err)[-2:] == ["--output-dir", str(directory)]
 
 
 def test_a_dry_run_says_what_would_run(tmp_path, capsys):
