@@ -27,6 +27,7 @@ __all__ = [
     "end_with_parent",
     "ignore_interrupts",
     "signal_of_parents_end",
+    "seconds_of",
 ]
 
 _DEFAULTS = {
@@ -58,6 +59,19 @@ def has_nvidia_driver() -> bool:
 HOST_ADDRESS = "TORCHTITAN_RL_HOST_ADDRESS"
 """The variable with this host's own address, where other hosts reach it."""
 _USER_PATH = "TORCHTITAN_RL_PATH"
+
+
+def seconds_of(name: str, default: float) -> float:
+    """The seconds in an environment variable, `default` where it is not set. Ends the process with a sentence where
+    they are no positive number: modules ask while they are imported, where no program catches an exception yet."""
+    text = os.environ.get(name, "")
+    try:
+        seconds = float(text or default)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        sys.exit(f"error: {name}={text!r}: is not a positive number of seconds; write one such as {default:g}")
+    return seconds
 
 
 def default_environment() -> dict[str, str]:

@@ -4,8 +4,10 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from torchtitan_rl import environment
-from torchtitan_rl.environment import default_environment
+from torchtitan_rl.environment import default_environment, seconds_of
 
 
 def test_the_load_of_a_host_does_not_choose_the_number_of_threads():
@@ -25,3 +27,14 @@ def test_a_gpu_has_the_same_number_for_cuda_as_for_nvml(monkeypatch):
     monkeypatch.setattr(environment, "has_nvidia_driver", lambda: True)
     assert default_environment()["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert "OMP_WAIT_POLICY" not in default_environment()
+
+
+def test_a_positive_number_of_seconds_is_read_from_a_variable(monkeypatch):
+    monkeypatch.delenv("TORCHTITAN_RL_X_S", raising=False)
+    assert seconds_of("TORCHTITAN_RL_X_S", 30) == 30
+    monkeypatch.setenv("TORCHTITAN_RL_X_S", "0.5")
+    assert seconds_of("TORCHTITAN_RL_X_S", 30) == 0.5
+    for text in ("5m", "0", "-1", "nan", "inf"):
+        monkeypatch.setenv("TORCHTITAN_RL_X_S", text)
+        with pytest.raises(SystemExit, match=f"error: TORCHTITAN_RL_X_S='{text}': is not a positive number of seconds"):
+            seconds_of("TORCHTITAN_RL_X_S", 30)

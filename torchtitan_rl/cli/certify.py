@@ -125,7 +125,10 @@ def _own_family(text: str) -> type[DecoderShape]:
 def _layouts(text: str) -> tuple[tuple[int, int], ...]:
     try:
         layouts = [tuple(map(int, layout.split("x"))) for layout in text.split(",") if layout]
-        return tuple((shard, tensor) for shard, tensor in layouts)
+        meshes = tuple((shard, tensor) for shard, tensor in layouts)
+        if any(min(mesh) < 1 for mesh in meshes):
+            raise ValueError("a mesh has at least one rank")
+        return meshes
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r}: write FSDPxTP, such as 2x1,1x2,2x2") from None
 

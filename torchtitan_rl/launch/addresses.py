@@ -22,8 +22,12 @@ _GIVE = f"set {HOST_ADDRESS} to this host's address on the network that the host
 def split(worker: str) -> tuple[str, int]:
     """Host and port of a worker's address, tcp://HOST:PORT. Raises ValueError for another form."""
     host, _, port = worker.removeprefix("tcp://").rpartition(":")
-    if not worker.startswith("tcp://") or not host or not port.isdigit():
+    if not worker.startswith("tcp://") or not host or not (port.isascii() and port.isdigit()):
         raise ValueError(f"hosts={worker!r}: is not the address of a worker; write tcp://HOST:PORT")
+    if int(port) > 65535:
+        raise ValueError(f"hosts={worker!r}: no port is above 65535; write tcp://HOST:PORT with one that is free")
+    if ":" in host or "[" in host:
+        raise ValueError(f"hosts={worker!r}: workers listen on IPv4 alone; write a name or an IPv4 address as HOST")
     return host, int(port)
 
 
@@ -98,7 +102,7 @@ def worker_problem(worker: str) -> str:
     """Why other hosts cannot reach a worker at its address, tcp://HOST:PORT: a name that resolves to the loopback, or
     the number that stands for every address; "" when they can. Raises ValueError for an address of another form."""
     host, port = split(worker)
-    if is_number(host) and ipaddress.ip_address(host.strip("[]")).is_unspecified:
+    if is_number(host) and ipaddress.ip_address(host).is_unspecified:
         return (
             f"{worker}: stands for every address of this host, and for none of them on another host; give the address "
             "that the others reach it at"

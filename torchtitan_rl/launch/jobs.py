@@ -31,6 +31,11 @@ __all__ = ["main"]
 def main(argv: list[str]) -> int:
     """Submits a job, or with --dry-run prints the job. Returns an exit status."""
     args, overrides = _parser().parse_known_args(argv)
+    for name, least in (("num_hosts", 1), ("gpus_per_host", 0), ("max_restarts", 0)):
+        if (number := getattr(args, name)) < least:
+            flag = f"--{name.replace('_', '-')}"
+            print(f"error: {flag}={number}: must be at least {least}; give another number", file=sys.stderr)
+            return 1
     if args.scheduler == "slurm-join":
         return _slurm_join(args, overrides)
     from torchtitan_rl.config.load import apply_overrides, load_config
@@ -131,8 +136,6 @@ def _slurm_join(args: argparse.Namespace, overrides: list[str]) -> int:
         if overrides or args.resume or args.max_restarts:
             wrong = " ".join(overrides) or f"--resume={args.resume}, --max-restarts={args.max_restarts}"
             raise ValueError(f"{wrong}: is for a job with a run of its own; a host that joins has the run's config")
-        if args.num_hosts < 1:
-            raise ValueError(f"--num-hosts={args.num_hosts}: at least one host is to join")
         if not args.dry_run:
             check_tools()
         run = Path(args.config)

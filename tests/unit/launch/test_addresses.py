@@ -1,5 +1,6 @@
 """Addresses that lead back to the host that uses them: each sentence, and what is not refused."""
 
+import re
 import socket
 
 import pytest
@@ -82,10 +83,20 @@ def test_a_worker_is_not_started_where_its_name_hides_it():
         "tcp://own:26600: own resolves to 127.0.1.1, the loopback of this host, where no other host finds the worker; "
         "give the address that the others reach it at (tcp://127.0.0.1:26600 if they are on this machine)"
     )
-    assert (
-        worker_problem("tcp://127.0.0.2:1") == worker_problem("tcp://other:1") == worker_problem("tcp://[::1]:1") == ""
-    )
-    for everywhere in ("0.0.0.0", "[::]"):
-        assert "give the address that the others reach it at" in worker_problem(f"tcp://{everywhere}:26600")
-    with pytest.raises(ValueError, match="is not the address of a worker"):
-        worker_problem("other:1")
+    assert worker_problem("tcp://127.0.0.2:1") == worker_problem("tcp://other:1") == ""
+    assert "give the address that the others reach it at" in worker_problem("tcp://0.0.0.0:26600")
+
+
+@pytest.mark.parametrize(
+    ("worker", "problem"),
+    [
+        ("other:1", "is not the address of a worker"),
+        ("tcp://other:\u00b2", "is not the address of a worker"),
+        ("tcp://127.0.0.1:99999", "no port is above 65535"),
+        ("tcp://[::1]:0", "workers listen on IPv4 alone"),
+        ("tcp://::1:80", "workers listen on IPv4 alone"),
+    ],
+)
+def test_what_is_no_address_of_a_worker_is_refused(worker, problem):
+    with pytest.raises(ValueError, match=f"hosts={re.escape(repr(worker))}: {problem}; write "):
+        worker_problem(worker)

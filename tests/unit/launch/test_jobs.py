@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 from torchtitan_rl.cli import controller_run
 from torchtitan_rl.launch import jobs, torchrun
 from torchtitan_rl.launch.slurm import SlurmJob, array_script, join_script, script
-from torchtitan_rl.types.ends import SAME_REQUEST_S
+from torchtitan_rl.types.ends import PREEMPTED_STATUS, SAME_REQUEST_S, Preempted
 
 QUICKSTART = str(Path(__file__).parents[3] / "configs" / "quickstart.py")
 
@@ -62,7 +63,7 @@ def test_a_job_of_hosts_that_join_runs_one_process_a_node_and_passes_the_warning
         (["runs/none"], "run='runs/none': is no directory of a run; name one, such as runs/first"),
         (["runs/none", "--seed", "1"], "--seed 1: is for a job with a run of its own; a host that joins has the run's"),
         (["runs/none", "--max-restarts", "1"], "--resume=, --max-restarts=1: is for a job with a run of its own"),
-        (["runs/none", "--num-hosts", "0"], "--num-hosts=0: at least one host is to join"),
+        (["runs/none", "--num-hosts", "0"], "--num-hosts=0: must be at least 1"),
     ],
 )
 def test_hosts_that_cannot_join_are_not_submitted(arguments, expected, capsys):
@@ -132,6 +133,9 @@ def test_without_slurm_nothing_is_made_and_the_error_says_what_is_missing(tmp_pa
         (["--max-restarts", "1", "--no-requeue"], "--max-restarts=1: a job with --no-requeue is never started again"),
         (["--stop-before", "70000"], "--stop-before=70000: sbatch takes 0 to 65535 seconds"),
         (["--num-hosts", "3"], "hosts=3: the config's meshes use"),
+        (["--num-hosts", "0"], "--num-hosts=0: must be at least 1; give another number"),
+        (["--gpus-per-host", "-2"], "--gpus-per-host=-2: must be at least 0; give another number"),
+        (["--max-restarts", "-1"], "--max-restarts=-1: must be at least 0; give another number"),
     ],
 )
 def test_what_cannot_be_submitted_is_refused(arguments, expected, capsys):
@@ -175,3 +179,23 @@ async def test_a_controller_ends_at_once_at_a_later_signal_only(monkeypatch):
         await asyncio.sleep(0.2)
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.sleep(5)
+
+
+async def test_the_option_that_a_run_goes_on_with_can_be_pasted(monkeypatch, capsys):
+    async def start(**_):
+        return SimpleNamespace(
+            run_dir=SimpleNamespace(path=Path("runs/it's")),
+            state=SimpleNamespace(phase="reinforcement", phase_step=3),
+            config=SimpleNamespace(record=SimpleNamespace(timeline=False)),
+            launcher=SimpleNamespace(kill=lambda: None),
+            recorder=SimpleNamespace(close=lambda: None),
+        )
+
+    async def body(_):
+        raise Preempted("SIGTERM")
+
+    monkeypatch.setattr(controller_run, "let_garbage_wait", lambda: None)
+    monkeypatch.setattr(controller_run, "note_end", lambda *_: None)
+    args = SimpleNamespace(hosts=(), backend="local", verb="eval", debug=False)
+    assert await controller_run.run_controller(args, start, body, "") == PREEMPTED_STATUS
+    assert shlex.split(capsys.readouterr().err)[-2:] == ["--output-dir", "runs/it's"]

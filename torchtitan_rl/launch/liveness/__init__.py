@@ -59,10 +59,10 @@ Two more pairs end no process: a rank that fetches weights gives up a publisher 
 
 from __future__ import annotations
 
-import os
+from torchtitan_rl.environment import seconds_of
 
 __all__ = ["JOIN_S"]
 
-JOIN_S = float(os.environ.get("TORCHTITAN_RL_JOIN_S", 300))
+JOIN_S = seconds_of("TORCHTITAN_RL_JOIN_S", 300)
 """Seconds for a host to be there: for all hosts to join a launch by torchrun, and for a lost host to come back. The
 hosts of a job start minutes apart, and a host that boots takes minutes."""

@@ -29,11 +29,11 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from torchtitan_rl.environment import end_with_parent, signal_of_parents_end
+from torchtitan_rl.environment import end_with_parent, seconds_of, signal_of_parents_end
 
 __all__ = ["ANSWERS_S", "SILENT_S", "serve", "monarch_at", "ask_to_attach", "ask_to_leave", "until_released", "Lease"]
 
-SILENT_S = float(os.environ.get("TORCHTITAN_RL_LEASE_S", 30))
+SILENT_S = seconds_of("TORCHTITAN_RL_LEASE_S", 30)
 """Seconds without a word from its controller after which a worker ends what it started for it. A network that parts for
 a few seconds ends nothing, and the devices of a controller that is gone are free within a minute."""
 EVERY_S = min(2.0, SILENT_S / 4)
