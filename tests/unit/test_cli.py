@@ -1,18 +1,20 @@
 """The command itself: near names, an example in each verb's help, what shells complete."""
 
 import argparse
+import os
 import shlex
 import shutil
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from torchtitan_rl.cli import main
+from torchtitan_rl.cli import exit_status, main
 from torchtitan_rl.cli.verb_arguments import add_restarts, without_restarts
-from torchtitan_rl.cli.verbs import VERBS
+from torchtitan_rl.cli.verbs import VERBS, Verb
 from torchtitan_rl.config.completion import field_flags
 
 ROOT = Path(__file__).parents[2]
@@ -121,6 +123,35 @@ def test_each_verbs_help_has_an_example_that_the_verb_takes(verb, capsys):
     _, unknown = parser.parse_known_args(words)
     flags = [word for word in unknown if word.startswith("--")]
     assert set(flags) <= set(field_flags()) and (not flags or VERBS[verb].overrides)
+
+
+def without_reader():
+    """A stream into a pipe that nobody reads any more, as after `| head`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    return os.fdopen(writing, "w")
+
+
+@pytest.mark.parametrize("stream", [lambda: None, without_reader], ids=["closed", "without reader"])
+def test_the_status_is_the_verbs_whatever_became_of_its_output(stream, monkeypatch):
+    async def work() -> int:
+        print("said")
+        return 3
+
+    verb = SimpleNamespace(add_arguments=lambda parser: None, run=lambda args: print("said") or 3)
+    monkeypatch.setitem(VERBS, "doctor", Verb("print", lambda: verb, "torchtitan-rl doctor"))
+    monkeypatch.setattr(sys, "stdout", stream())
+    assert main.main(["doctor"]) == 3
+    statuses = []
+    monkeypatch.setattr(sys, "stdout", stream())
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    exit_status.end_with(work())
+    assert statuses == [3]
+
+
+def test_a_reader_of_tables_may_go(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", without_reader())
+    assert main.main(["rehearse", QUICKSTART, "--no-reward-check"]) == 0
 
 
 def completions(shell: str, line: str, directory: Path, capsys) -> list[str]:

@@ -6,12 +6,13 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
 from torchtitan_rl.record.console.json_stderr import filter_stderr
 from torchtitan_rl.record.console.notices import is_json, say
 
-__all__ = ["end_with", "fail"]
+__all__ = ["end_with", "fail", "flush"]
 
 
 def end_with(coroutine: Coroutine[Any, Any, int], status: Callable[[int], int] = int) -> int:
@@ -23,10 +24,22 @@ def end_with(coroutine: Coroutine[Any, Any, int], status: Callable[[int], int] =
     except KeyboardInterrupt:
         code = 130
     code = status(code)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError):  # a full disk does not keep the process either
+        flush()
     # Threads of Monarch, or of a reward that hangs, must not keep a finished run alive.
     os._exit(code)
+
+
+def flush() -> None:
+    """Writes what was printed. Nothing is left for a stream that is closed (`>&-`) or whose reader is gone (`| head`):
+    Python would fail on it once more at its end."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is None:
+            continue
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def fail(message: str) -> int:

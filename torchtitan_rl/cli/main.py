@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import os
 import sys
 import traceback
 import warnings
 from pathlib import Path
 
-from torchtitan_rl.cli.exit_status import fail
+from torchtitan_rl.cli.exit_status import fail, flush
 from torchtitan_rl.cli.verbs import VERBS
 from torchtitan_rl.record.console.log_records import use_json
 from torchtitan_rl.record.user_code import error_text
@@ -24,7 +23,8 @@ QUICKSTART = Path(__file__).parents[1] / "assets" / "quickstart.py"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one verb. A mistake or failure prints a message on stderr and gives exit status 1; Ctrl-C gives 130."""
+    """Runs one verb. A mistake or failure prints a message on stderr and gives exit status 1; Ctrl-C gives 130. What
+    argparse refuses, such as an option without its value, raises SystemExit with status 2."""
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["quickstart"]:
         argv = ["train", str(QUICKSTART), *argv[1:]]
@@ -45,12 +45,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         load = VERBS[args.verb].load
         status = _print_completion(args) if load is None else load().run(args)
-        sys.stdout.flush()
+        flush()
         return status
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # whoever read the output, such as `head`, has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        flush()
         return 0
     except Exception as error:
         if args.debug:

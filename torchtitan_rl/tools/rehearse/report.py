@@ -19,9 +19,16 @@ __all__ = ["print_report", "as_json"]
 _WIDTH = 118
 
 
+class _ReportConsole(Console):
+    """A console whose reader may go (`| head`): the command answers that itself, where rich would end with status 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise
+
+
 def print_report(rehearsal: Rehearsal, hardware: Hardware) -> None:
     """Prints who sits where, memory, traffic, times, warnings and refusals, the refusals last."""
-    console = Console(width=_WIDTH, highlight=False)
+    console = _ReportConsole(width=_WIDTH, highlight=False)
     if rehearsal.seats:
         _print(console, "Who sits where", ("hosts", "meshes"), [_seat(seat) for seat in rehearsal.seats])
         _print_memory(console, rehearsal)
