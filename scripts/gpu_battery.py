@@ -79,7 +79,7 @@ def execute(check: Check, out: Path, tiny: bool, running: set[subprocess.Popen] 
     if not check.measures:
         environment["TORCHTITAN_RL_MEMORY_CHECK"] = "0"  # others may be on the device
     if tiny:
-        environment.setdefault("OMP_WAIT_POLICY", "passive")  # see hosts.inventory.default_environment
+        environment.setdefault("OMP_WAIT_POLICY", "passive")  # see environment.default_environment
     start = time.monotonic()
     with log_file.open("w") as log:
         process = subprocess.Popen(

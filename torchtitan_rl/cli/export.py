@@ -48,7 +48,7 @@ async def export(path: Path, directory: Path, *, trusted: bool = False) -> list[
     Nothing that the checkpoint's files name is run but config classes of this package and of torchtitan; `trusted`:
     also others that its config names, such as model converters of the run's own.
     Raises ValueError for a checkpoint that is incomplete or damaged or names other code, and for a directory that is
-    not empty.
+    a file or not empty.
     """
     from torchtitan_rl.config.meshes import TrainerConfig
     from torchtitan_rl.config.resolve import rebuilt
@@ -60,6 +60,8 @@ async def export(path: Path, directory: Path, *, trusted: bool = False) -> list[
 
     if problem := checkpoint.problem(checkpoint.require_complete(path)):
         raise ValueError(f"checkpoint={str(path)!r}: cannot be used: {problem}; use another checkpoints/step-N")
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"directory={str(directory)!r}: is a file; give a new directory")
     if directory.exists() and any(directory.iterdir()):
         raise ValueError(f"directory={str(directory)!r}: is not empty; give a new one")
     config = json.loads((path / checkpoint.RUN_CONFIG).read_text())

@@ -30,7 +30,7 @@ def load_config(path: str) -> RunConfig:
         raise ValueError(f"config={path!r}: defines no config(); add `def config() -> RunConfig:`")
     try:
         config = module.config()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"config={path!r}: config() raised {mistake(error)}") from error
     if not isinstance(config, RunConfig):
         raise ValueError(f"config={path!r}: config() returned a {type(config).__name__}; return a RunConfig")

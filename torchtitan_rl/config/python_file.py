@@ -38,13 +38,13 @@ def load_module(file: Path, where: str) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"{where}: importing it raised {mistake(error)}") from error
     cloudpickle.register_pickle_by_value(module)
     return module
 
 
-def mistake(error: Exception) -> str:
+def mistake(error: BaseException) -> str:
     """Message for an exception of a user's file: its line and what to do; for an unknown field, the nearest names."""
     match = re.search(r"([\w.]+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
     match = match or re.search(r"'(\w+)' object has no attribute '(\w+)'", str(error))
@@ -56,7 +56,7 @@ def mistake(error: Exception) -> str:
     return f"{type(error).__name__}: {match[1]} has no field {match[2]!r}{raised_at(error)}; {hint}"
 
 
-def _fields_of(class_name: str, error: Exception) -> list[str]:
+def _fields_of(class_name: str, error: BaseException) -> list[str]:
     """Names of the fields of a dataclass, looked up in the modules that the traceback passed."""
     holder = getattr(error, "obj", None)
     if dataclasses.is_dataclass(holder):

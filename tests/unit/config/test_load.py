@@ -87,6 +87,7 @@ def test_a_config_function_that_returns_something_else_is_refused(tmp_path):
     [
         ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
         ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("raise SystemExit(0)", "SystemExit: 0"),
         ("def config(:", "SyntaxError: "),
     ],
 )
@@ -109,8 +110,9 @@ def test_a_file_that_raises_at_length_is_refused_in_few_lines(tmp_path):
             "RunConfig(name='x', task=LetterSort.Config(min_letters=9, max_letters=6), model=ModelConfig())",
             "min_letters=9",
         ),
+        ("__import__('sys').exit(0)", "config() raised SystemExit: 0"),
     ],
-    ids=["unknown field", "refused value"],
+    ids=["unknown field", "refused value", "end of the process"],
 )
 def test_a_config_function_that_raises_is_refused_by_its_file(body, what, tmp_path):
     path = written(tmp_path, HEADER + f"\ndef config():\n    return {body}\n")

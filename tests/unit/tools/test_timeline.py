@@ -146,6 +146,14 @@ def test_a_trace_is_chromes_trace_event_format(timeline, tmp_path):
     assert (optim["ts"], optim["dur"], optim["cat"]) == (80_000, 14_000, "work")
 
 
+def test_a_trace_that_cannot_be_written_is_said_with_its_file(tmp_path, capsys):
+    (tmp_path / "config.json").write_text("{}")
+    write(tmp_path / "timeline", "controller", [("step", "phase", 10, 19, 1, 0, {"step": 1})])
+    file = tmp_path / "none" / "x.json"
+    assert main.main(["timeline", str(tmp_path), "--trace", str(file)]) == 1
+    assert f"--trace={file}: cannot be written (No such file or directory); give a file" in capsys.readouterr().err
+
+
 def assert_nests(spans):
     tracks = {}
     for event in sorted(spans, key=lambda event: (event["ts"], -event["dur"])):

@@ -30,7 +30,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     directory = Run.open(args.run).path / "timeline"
     if args.trace:
-        number = trace.write(Timeline.read(directory), Path(args.trace))
+        timeline = Timeline.read(directory)
+        try:
+            number = trace.write(timeline, Path(args.trace))
+        except OSError as error:
+            raise ValueError(
+                f"--trace={args.trace}: cannot be written ({error.strerror}); give a file in a directory that you may "
+                "write to"
+            ) from error
         print(f"{args.trace}: {number} events; open it at https://ui.perfetto.dev")
         return 0
     steps = chosen(steps_of(Timeline.read(directory, phases_only=True)), args.step, args.last)
