@@ -189,11 +189,15 @@ def remove_key(file: Path, owner: str) -> int:
 
 
 def _write(file: Path, keys: list[OwnerKey]) -> None:
+    """Raises ValueError for a file that cannot be written."""
     new = file.with_name(f".{file.name}.{secrets.token_hex(4)}.new")
-    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with open(descriptor, "w") as writing:
-        writing.write("".join(f"{key.line}\n" for key in keys))
-    new.replace(file)
+    try:
+        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(descriptor, "w") as writing:
+            writing.write("".join(f"{key.line}\n" for key in keys))
+        new.replace(file)
+    except OSError as error:
+        raise ValueError(f"file={str(file)!r}: cannot be written ({error.strerror}); give one that can") from error
 
 
 def _digest(salt: bytes, key: str) -> bytes:

@@ -69,6 +69,9 @@ def test_the_verb_prints_a_key_once_and_lists_owners(tmp_path, capsys):
     assert main(["keys", "remove", str(file), "bob"]) == 1
     assert "its owners are: alice" in capsys.readouterr().err
     assert main(["keys", "add", str(file)]) == 1 and "keys add takes an owner" in capsys.readouterr().err
+    nowhere = tmp_path / "nowhere" / "keys.txt"
+    assert main(["keys", "add", str(nowhere), "alice"]) == 1
+    assert f"file={str(nowhere)!r}: cannot be written" in capsys.readouterr().err
     assert main(["keys", "remove", str(file), "alice"]) == 0 and read_key_file(file) == []
 
 
