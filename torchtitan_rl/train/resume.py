@@ -75,7 +75,7 @@ def find(config: RunConfig, resume: str) -> Resumption | None:
             continue
         state = checkpoint.read_state(candidate)
         point = fork_point(path)
-        if point is not None and point.checkpoint != candidate.name:
+        if point is not None and point.checkpoint != candidate.name.removesuffix(checkpoint.REPLACED):
             point = None  # a checkpoint of the fork's own
         notes += _compared(candidate, config, {} if point is None else point.changes)
         new_draws = point is not None and point.new_draws
