@@ -34,7 +34,7 @@ def test_a_directory_that_holds_a_run(tmp_path):
     RunDir.create(tmp_path)
     run_dir = RunDir.create(tmp_path)  # nothing happened in it yet
     run_dir.log_metrics(LINE)
-    with pytest.raises(ValueError, match=r"already holds a run .*; pick another output_dir, or .*--resume latest"):
+    with pytest.raises(ValueError, match=r"already holds a run .*; pick another output_dir, or .*--resume auto"):
         RunDir.create(tmp_path)
     assert RunDir(tmp_path).read_metrics() == [LINE]
 

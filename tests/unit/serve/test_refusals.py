@@ -25,7 +25,6 @@ BAD = {
     "messages of text": (CHAT, ASKED | {"messages": "hi"}, "messages"),
     "a role that is none": (CHAT, ASKED | {"messages": [{"role": "king", "content": "a"}]}, "messages.0.role"),
     "an image": (CHAT, ASKED | {"messages": [{"role": "user", "content": IMAGE}]}, "'image_url' is no text"),
-    "a mark of ours": (CHAT, ASKED | {"messages": [user("what-the-policy-said"), user("b")]}, "shows an assistant"),
     "top_p": (CHAT, ASKED | {"top_p": 0.9}, "top_p=0.9: this session trains"),
     "temperature": (CHAT, ASKED | {"temperature": 0.5}, "temperature=0.5: this session trains at"),
     "nan": (CHAT, b'{"messages":[{"role":"user","content":"a"}],"temperature":NaN}', "temperature"),
