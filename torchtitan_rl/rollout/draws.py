@@ -6,6 +6,7 @@ filtered or failed; or the run ends first.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,11 +44,13 @@ class Draws:
         self.source = source
         self.next_slot = 0
 
-    def next(self, n: int) -> list[Draw]:
-        """Round 0 of the next `n` slots."""
+    def next(self, n: int, *, again: Sequence[Task] = ()) -> list[Draw]:
+        """Round 0 of the next `n` slots: first the tasks `again`, of which there may be `n`, then the source's next. A
+        batch source of the user's own may give tasks again (docs/extending.md)."""
         first, self.next_slot = self.next_slot, self.next_slot + n
         with span("draw tasks"):
-            return [Draw(slot=first + i, round=0, task=task) for i, task in enumerate(self.source.next(n))]
+            tasks = [*again, *self.source.next(n - len(again))]
+            return [Draw(slot=first + i, round=0, task=task) for i, task in enumerate(tasks)]
 
     def replace(self, draws: list[Draw]) -> list[Draw]:
         """The next round of the draws' slots. Seed, slot and round determine the task.

@@ -48,6 +48,14 @@ def test_a_mixtures_replacement_is_one_of_its_tasks():
     )
 
 
+def test_tasks_that_come_again_fill_the_first_slots_and_the_source_the_others():
+    some, source = draws(), draws()
+    [first] = some.next(1)
+    again = some.next(3, again=[first.task])
+    assert [draw.id for draw in again] == ["1/0", "2/0", "3/0"]
+    assert [draw.task for draw in again] == [first.task, *(draw.task for draw in source.next(3)[1:])]
+
+
 def test_resumed_draws_go_on_where_they_stood():
     some = draws()
     some.next(4)
