@@ -71,7 +71,7 @@ def test_a_share_of_the_packets_is_lost():
     )
     send = (
         "import socket, time\ns = socket.socket(type=socket.SOCK_DGRAM)\n"
-        "for i in range(2000): s.sendto(b'x', ('10.77.0.2', 5000)); i % 50 or time.sleep(.002)"
+        "for i in range(2000): s.sendto(b'x', ('10.77.0.2', 5000)); i % 10 or time.sleep(.002)"
     )
     with Bed(2, loss=0.1) as bed:
         there = bed.hosts[1].popen([sys.executable, "-c", count], stdout=subprocess.PIPE, text=True)
