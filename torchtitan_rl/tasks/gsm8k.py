@@ -132,7 +132,7 @@ def _read_hub(path: str, subset: str | None, split: str) -> Any:
 _NUMBER = re.compile(
     r"(?P<sign>(?<![\w)\]}])-)?(?:[$€£](?P<inner_sign>-)?)?"
     r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|(?<![0-9])[0-9]++(?!,[0-9]))(?:\.[0-9]+)?|(?<![\w.])\.[0-9]+)"
-    r"(?:\s?/\s?(?P<denominator>[0-9]+)|[ ](?P<rest>[0-9]++)/(?P<of>[0-9]++))?"
+    r"(?:\s?/\s?(?P<denominator>[0-9]+)|[ ](?P<numerator>[0-9]++)/(?P<denominator_after>[0-9]++))?"
 )
 _BOX = re.compile(r"\\boxed\s?\{((?:[^{}]|\{[^{}]*\})*)\}")
 _MARKER = re.compile(
@@ -185,11 +185,14 @@ def _value(text: str) -> Fraction | None:
 
 def _parse(match: re.Match) -> Fraction | None:
     digits, denominator = match["digits"].replace(",", ""), match["denominator"] or "1"
-    rest, of = match["rest"] or "0", match["of"] or "1"
+    # Of the fraction after a whole number.
+    numerator, denominator_after = match["numerator"] or "0", match["denominator_after"] or "1"
     # Python refuses to read integers of thousands of digits, which a policy may well write.
-    if sum(map(len, (digits, denominator, rest, of))) > _MAX_DIGITS or int(denominator) == 0:
+    if sum(map(len, (digits, denominator, numerator, denominator_after))) > _MAX_DIGITS or int(denominator) == 0:
         return None
     value = Fraction(digits) / int(denominator)
-    if value.denominator == 1 and int(rest) < int(of):  # else two numbers side by side, of which this is the first
-        value += Fraction(int(rest), int(of))
+    if value.denominator == 1 and int(numerator) < int(
+        denominator_after
+    ):  # else two numbers side by side, of which this is the first
+        value += Fraction(int(numerator), int(denominator_after))
     return -value if match["sign"] or match["inner_sign"] else value

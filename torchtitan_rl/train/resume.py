@@ -192,9 +192,9 @@ def _take_over(run_dir: RunDir, resumption: Resumption) -> None:
     for half in run_dir.checkpoints.glob("*.writing"):
         checkpoint.remove(half)
     for replaced in run_dir.checkpoints.glob(f"*{checkpoint.REPLACED}"):
-        kept = checkpoint.put_back(replaced)
+        restored = checkpoint.put_back(replaced)
         if resumption.checkpoint is not None and replaced.name == resumption.checkpoint.name:
-            resumption.checkpoint = resumption.checkpoint.with_name(kept.name)
+            resumption.checkpoint = resumption.checkpoint.with_name(restored.name)
     if resumption.checkpoint is not None and not checkpoint.is_complete(resumption.checkpoint):
         checkpoint.mark(resumption.checkpoint)
     attempts.forget_end(run_dir)
