@@ -110,9 +110,9 @@ async def compare(arguments: argparse.Namespace, directory: str) -> dict:
                     if kind == "direct":
                         counts = await direct(client, prompt, arguments.connections, arguments.tokens, length)
                     else:
-                        gateway.spans.reset()
+                        gateway.sessions.spans.reset()
                         counts = await through(gateway.url, arguments, length)
-                        counts["server_ms"] = gateway.spans.as_dict()["cpu_mean_ms"]
+                        counts["server_ms"] = gateway.sessions.spans.as_dict()["cpu_mean_ms"]
                     counts["cpu_ms"] = 1000 * (cpu_s(me) - before_s) / max(1, counts["completions"])
                     counts["rss_mib"] = me.memory_info().rss / 2**20
                     if block >= 0:

@@ -18,6 +18,7 @@ __all__ = [
     "FEATURES",
     "A_NAME",
     "entry",
+    "is_metric",
     "is_name",
     "repeatable",
     "unit",
@@ -185,6 +186,11 @@ _REPEATABLE = (
     *("rewards/", "eval/", "stop/"),
 )
 """What the names of numbers begin with that a run repeats to the last digit. Times, rates and memory do not repeat."""
+
+
+def is_metric(name: str) -> bool:
+    """Whether a metric may have this name, such as `reward/mean`."""
+    return re.fullmatch("[a-z][a-z0-9_]*/[a-z][A-Za-z0-9_.@-]*", name) is not None
 
 
 def is_name(text: str) -> bool:

@@ -55,6 +55,8 @@ def minibatches(
     """Cuts a batch into minibatches of `tasks_per_minibatch` tasks, with all groups of each, the last with what is
     left; 0 is the whole batch. `groups` are those that the data were made of; None: every group is a task of its own.
     `reduction` computes the token weights of each minibatch anew."""
+    if not config.tasks_per_minibatch:
+        return [data]
     present, parts = sorted({datum.group for datum in data}), []
     tasks = [str(index) for index in present] if groups is None else tasks_of([groups[index] for index in present])
     for group_indices in minibatch_groups(tasks, config):

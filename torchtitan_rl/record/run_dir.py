@@ -20,12 +20,12 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from torchtitan_rl.metrics import is_metric
 from torchtitan_rl.record.checksums import Checksums
 from torchtitan_rl.record.json_lines import append_lines, encode, json_line, parsed, replace_text
 from torchtitan_rl.record.schemas import SCHEMAS
@@ -34,7 +34,6 @@ from torchtitan_rl.record.tracing import span
 
 __all__ = ["RunDir", "require_unused"]
 
-_METRIC_NAME = re.compile(r"step|phase|[a-z][a-z0-9_]*/[a-z][A-Za-z0-9_.@-]*")
 _NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 
 
@@ -103,7 +102,7 @@ class RunDir:
             if name not in metrics:
                 raise ValueError(f"metrics={sorted(metrics)}: has no {name!r}; every line names its step and phase")
         for name, value in metrics.items():
-            if not _METRIC_NAME.fullmatch(name):
+            if name not in ("step", "phase") and not is_metric(name):
                 raise ValueError(f"metric={name!r}: is not of the form area/what; rename it, as in 'reward/mean'")
             if not isinstance(value, (int, float, str)):
                 raise ValueError(

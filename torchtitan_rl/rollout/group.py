@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
@@ -126,10 +127,16 @@ async def _played(
     async def played(i: int, retry: int) -> list[Rollout]:
         began = time.perf_counter()
         attempt = workflow(task, policy, rollout_id=f"{group_id}/{i}", seed=stream(seed, group_id, i, retry))
+        if not inspect.iscoroutine(attempt):
+            raise RuntimeError(
+                f"algorithm.workflow: returned {type(attempt).__name__} for task {task.id!r} without being awaited; "
+                "write it as `async def`"
+            )
         attempt = await running("play rollouts", attempt)
         for rollout in (rollouts := rollouts_of(attempt, task)):
             rollout.seconds["play"], rollout.group = time.perf_counter() - began, group_id
             _check_rewards(rollout)
+            _check_text(rollout, policy)
             _as_floats(rollout)
         return rollouts
 
@@ -199,6 +206,18 @@ def _check_rewards(rollout: Rollout) -> None:
                 f"algorithm.workflow: gave task {rollout.task.id!r} a {kind} named {wrong[0]!r}, which cannot stand in "
                 f"the name of a metric; use {A_NAME}"
             )
+
+
+def _check_text(rollout: Rollout, policy: Policy) -> None:
+    """Raises RuntimeError for a rollout that is to be judged by its text and has none, although the policy said
+    something."""
+    if rollout.text or rollout.reward is not None or any(turn.reward is not None for turn in rollout.turns):
+        return
+    if any(policy.text(turn.completion) for turn in rollout.turns):
+        raise RuntimeError(
+            f"algorithm.workflow: gave task {rollout.task.id!r} a rollout without text, which the reward judges; set "
+            "Rollout.text, such as policy.text(completion), or give the rollout a reward"
+        )
 
 
 def _as_floats(rollout: Rollout) -> None:

@@ -60,8 +60,7 @@ class RolloutPlayer:
         config = self.config.algorithm
         policy, workflow = self.policy(config.temperature), self.workflow(self.family)
         policy.for_training = True
-        has_hooks = config.workflow is not None or config.after_rewards is not None
-        if has_hooks and config.asks_teacher:
+        if config.asks_teacher:
             policy.teacher_version = await self.weights.teacher()
         failures = self.failures
         newest, restored = self.generator.policy_version, list[RolloutGroup]()
@@ -69,7 +68,7 @@ class RolloutPlayer:
         played: list = await asyncio.gather(*groups, return_exceptions=failures is not None)
         if failures is not None:
             played = failures.complete(played, counts)
-        for hook in config.hooks if has_hooks else ():
+        for hook in config.hooks:
             await asyncio.gather(*(hook(group, policy) for group in played))
         if config.trajectory_grouping_hook is None and all(map(_is_plain, played)):
             return played

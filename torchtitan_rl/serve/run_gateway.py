@@ -94,7 +94,7 @@ class Address:
             served=served,
             allow_hosts=self.allow_hosts,
         )
-        reader = gateway.tool_reader(self.tool_parser, served.policy.tokenizer)  # refuses a wrong name now
+        reader = gateway.sessions.tool_reader(self.tool_parser, served.policy.tokenizer)  # refuses a wrong name now
         if reader is not None:
             reader.check_template()  # clients without a session send calls back, which the template has to show
         return gateway

@@ -466,7 +466,7 @@ class Controller(AbstractAsyncContextManager):
             config = dataclasses.replace(config, algorithm=self.adaptive_kl.algorithm(config.algorithm))
         if self.adaptive_entropy is not None:
             config = dataclasses.replace(config, algorithm=self.adaptive_entropy.algorithm(config.algorithm))
-        algorithm = config.algorithm
+        algorithm, self.state.phase = config.algorithm, "reinforcement"
         trained: list[Trained] = []
         explaining: AbstractAsyncContextManager[dict[str, float]] = nullcontext({})
         if self.explainer is not None:
@@ -481,7 +481,7 @@ class Controller(AbstractAsyncContextManager):
                 if self.adaptive_kl is not None:
                     batch_metrics |= self.adaptive_kl.adapt(data)
             for epoch in range(algorithm.num_epochs):
-                for minibatch in minibatches(data, algorithm, groups) if algorithm.tasks_per_minibatch else [data]:
+                for minibatch in minibatches(data, algorithm, groups):
                     output = await take_step(minibatch, self.roles, config, self.state.step, metrics)
                     self.state.step = self.state.phase_step = self.state.step + 1
                     if bad := count_bad(self.state, output.steps):

@@ -61,6 +61,8 @@ class Overlap:
     def metrics(self, line: dict[str, Any], *, training_s: float, evaluation_wait_s: float) -> dict[str, Any]:
         """The metrics of a batch whose other metrics are `line`. `training_s` is the time from the batch to its
         publication; of `time/sync_s`, `evaluation_wait_s` was spent waiting for an evaluation."""
+        if self._watch is not None and self._watch.done():
+            self._watch.result()  # raises why nothing looks at the generators any more
         looks = self._looks
         added: dict[str, Any] = {
             "batches/ready": self._ready,

@@ -100,7 +100,8 @@ class Rollout:
     baseline: float | None = None
     """Reward of a greedy rollout of the same task and role; None: none was played (`algorithm.greedy_baseline`)."""
     text: str = ""
-    """The decoded completions, for records and people; with several turns, the observations too."""
+    """What the family's reward judges, and what records show: the decoded completions; with several turns, the
+    observations too. A workflow of one's own sets it, unless it gives rewards."""
     group: str = ""
     """Id of the rollout's group, which names the draw; may be empty for a rollout that a hook made."""
     role: str = "policy"

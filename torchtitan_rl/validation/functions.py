@@ -13,6 +13,7 @@ from torchtitan_rl.algorithm.credit import credits_of
 from torchtitan_rl.algorithm.terms import same_sequences
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.config.resolve import named
+from torchtitan_rl.metrics import REINFORCEMENT, is_metric
 from torchtitan_rl.record.user_code import defined_at, described, raised_at
 from torchtitan_rl.types import Completion, Datum, LossInputs, Rollout, RolloutGroup, Task, Turn
 
@@ -257,7 +258,8 @@ def _call(
         raise ValueError(
             f"{where}: returned {_shown(answer)}; return (loss, metric sums): a tensor without dimensions, and a dict"
         )
-    loss = answer[0]
+    loss, metrics = answer
+    _check_metrics(where, metrics)
     variables = [getattr(inputs, name) for name in outputs]
     gradients = torch.autograd.grad(loss, variables, allow_unused=True) if loss.requires_grad else [None]
     if all(gradient is None for gradient in gradients):
@@ -269,6 +271,21 @@ def _call(
     return loss.detach(), torch.stack(
         [torch.zeros_like(x) if grad is None else grad for x, grad in zip(variables, gradients, strict=True)]
     )
+
+
+def _check_metrics(where: str, metrics: dict) -> None:
+    """Refuses metric sums of a loss that a line of metrics could not hold, or that stand for another number there."""
+    for name, value in metrics.items():
+        if not isinstance(name, str) or not is_metric(name):
+            raise ValueError(
+                f"{where}: returned a metric named {name!r}; name it area/what, such as 'policy/clip_frac'"
+            )
+        if name in REINFORCEMENT and name != "policy/clip_frac":
+            raise ValueError(f"{where}: returned {name!r}, which is a metric of every run; give it another name")
+        if not isinstance(value, (int, float)) and getattr(value, "numel", lambda: 0)() != 1:
+            raise ValueError(
+                f"{where}: returned {_shown(value)} as {name!r}; return its sum over the tokens, one number"
+            )
 
 
 def _tried(where: str, function: Callable, keywords: dict[str, float], example: str = "a few made-up tokens"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 from torchtitan_rl.algorithm.advantages import estimate_advantages, sees_group
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.config.run import RunConfig
@@ -30,8 +32,8 @@ async def check_reward(config: RunConfig, family: TaskFamily) -> None:
         task = family.task("train", index)
         environment = getattr(family, "environment", None)
         if environment is not None and (env := environment(task)) is not None:
-            if isinstance(env, Env):
-                env.close()
+            if isinstance(env, Env) and inspect.isawaitable(closing := env.close()):
+                await closing
             continue
         texts = (task.demonstration, task.answer, "made up")
         completions = ["", next(text for text in texts if isinstance(text, str) and text)]

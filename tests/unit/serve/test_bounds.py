@@ -95,12 +95,12 @@ async def test_a_client_without_a_session_may_send_as_many_prompts_as_may_be_awa
 
 async def test_clients_without_a_session_share_tokens_too():
     async with served(*"abcd") as (gateway, sdk, _):
-        gateway._places.num_tokens = 200
+        gateway.sessions._places.num_tokens = 200
         asked = {"model": "policy", "prompt": [1, 2]}
         with pytest.raises(openai.BadRequestError, match="may come to 264 tokens, and 200 may be awaited"):
             await sdk.completions.create(**asked, n=4)
         await sdk.completions.create(**asked, n=3)
-        assert gateway._places.taken_tokens == gateway._places.taken == 0
+        assert gateway.sessions._places.taken_tokens == gateway._places.taken == 0
 
 
 def test_places_are_given_back():

@@ -183,11 +183,11 @@ async def test_too_many_at_once_wait():
 
 async def test_clients_without_a_session_share_their_places():
     async with served(*"abcd") as (gateway, sdk, _):
-        gateway._places.number = 2
+        gateway.sessions._places.number = 2
         with pytest.raises(openai.RateLimitError, match="0 completions are awaited, and 2 may be"):
             await sdk.chat.completions.create(model="policy", messages=[user("a")], n=3)
         await sdk.chat.completions.create(model="policy", messages=[user("a")], n=2)
-        assert gateway._places.taken == 0
+        assert gateway.sessions._places.taken == 0
 
 
 async def test_clients_without_a_session_choose_the_version_and_how_to_sample():

@@ -80,3 +80,24 @@ async def test_shares_of_idle_time_count_what_was_seen_since_the_last_line():
         assert line["time/sync_s"] == pytest.approx(sync_s, abs=0.01) and sync_s >= 0.02
         assert line["generator/idle_frac"] == 0.5 and line["generator/in_flight_mean"] == 3
         assert line["generator/stall_s"] == 0.2 and line["batches/ready"] == 1
+
+
+async def test_the_next_line_raises_what_ended_the_watch():
+    class Batches:
+        groups = []
+
+        def num_ready(self):
+            return 0
+
+    class Generators:
+        def in_flight(self):
+            raise RuntimeError("no replica")
+
+        def stalls(self):
+            return [0.0]
+
+    overlap = Overlap(Batches(), Generators(), [0])
+    overlap.start()
+    await asyncio.sleep(0.2)
+    with pytest.raises(RuntimeError, match="no replica"):
+        overlap.metrics({"time/step_s": 0.4, "time/sync_s": 0.0}, training_s=0.1, evaluation_wait_s=0.0)

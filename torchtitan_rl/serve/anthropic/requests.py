@@ -1,6 +1,6 @@
 """Anthropic's Messages as chat completions: vLLM's protocol classes and its translation, and what neither refuses.
 
-Importing this module imports vLLM, which takes seconds: `serve.gateway` does so at the first request.
+Importing this module imports vLLM, which takes seconds: `serve.routes` does so at the first request.
 """
 
 from __future__ import annotations

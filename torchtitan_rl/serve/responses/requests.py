@@ -1,6 +1,6 @@
 """OpenAI's Responses as chat completions: vLLM's protocol class and its translation, and what neither refuses.
 
-Importing this module imports vLLM, which takes seconds: `serve.gateway` does so at the first request.
+Importing this module imports vLLM, which takes seconds: `serve.routes` does so at the first request.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ async def test_serving_ignores_what_it_was_told_to_and_refuses_unknown_names():
         door = Served(name="policy", policy=policy("a", tokenizer=BYTES), versions=list)
         return Address(port=0, ignored=ignored).gateway(door, context_tokens=64, vocab_size=262)
 
-    assert gateway("logit_bias").ignored == ("logit_bias",)
+    assert gateway("logit_bias").sessions.ignored == ("logit_bias",)
     with pytest.raises(ValueError, match="--ignore='logit_bais': .* did you mean logit_bias?"):
         gateway("logit_bais")
     async with served("a" + END, ignored=("logit_bias",)) as (_, sdk, _):

@@ -315,7 +315,7 @@ async def test_a_response_is_done_and_cannot_be_cancelled():
 async def test_a_session_reads_its_own_responses_alone():
     async with served("a" + END, "b" + END) as (gateway, sdk, _):
         first = await sdk.responses.create(model="policy", input="a")
-        opened = gateway.open_session(gateway.served.policy, seed=1, limits=SessionLimits())
+        opened = gateway.open_session(gateway.sessions.served.policy, seed=1, limits=SessionLimits())
         own = sdk.copy(base_url=opened.endpoint.base_url, api_key=opened.endpoint.api_key)
         with pytest.raises(openai.NotFoundError):
             await own.responses.retrieve(first.id)
@@ -323,14 +323,14 @@ async def test_a_session_reads_its_own_responses_alone():
         with pytest.raises(openai.NotFoundError):
             await sdk.responses.retrieve(second.id)
         assert (await own.responses.retrieve(second.id)).id == second.id
-        assert gateway.stored(opened).num_bytes > 0
+        assert gateway.sessions.stored(opened).num_bytes > 0
         gateway.end_session(opened)
-        assert gateway.stored(opened).num_bytes == 0
+        assert gateway.sessions.stored(opened).num_bytes == 0
 
 
 async def test_the_oldest_responses_make_way():
     async with served(*["a" + END] * 4) as (gateway, sdk, _):
-        gateway.limits = ServerLimits(max_stored_responses=2)
+        gateway.sessions.limits = ServerLimits(max_stored_responses=2)
         first, second = [await sdk.responses.create(model="policy", input="a") for _ in range(2)]
         await sdk.responses.retrieve(first.id)
         third = await sdk.responses.create(model="policy", input="a")
