@@ -153,7 +153,7 @@ async def sync_seconds(workload: Workload, model: Path, lora: LoRAConfig, max_ad
             await stack.roles["policy"].forward_backward([datum], cross_entropy)
             await stack.roles["policy"].optim_step()
             start = time.perf_counter()
-            await stack.generator.pull_newest()
+            await stack.generator.push_and_pull()
             seconds.append(time.perf_counter() - start)
         stack.generator.close()
     finally:

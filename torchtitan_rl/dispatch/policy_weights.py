@@ -1,4 +1,4 @@
-"""Where the policy's weights go besides the generators: to reference and critic, and to the snapshot of
+"""Where the policy's weights go: to the generators: to reference and critic, and to the snapshot of
 self-distillation."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class PolicyWeights:
         """Sends the policy's weights to every generator. Returns their version. Raises Diverged for weights with a NaN
         or an infinity, which no generator gets."""
         try:
-            return await self._generator.pull_newest()
+            return await self._generator.push_and_pull()
         except WeightsNotFinite as error:
             raise Diverged(str(error)) from error
 

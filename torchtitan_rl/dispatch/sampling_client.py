@@ -78,8 +78,9 @@ class SamplingClient(ABC):
         RuntimeError when no replica is left, and when all of them refuse the version: they serve the version before
         then."""
 
-    async def pull_newest(self) -> int:
-        """Every healthy replica loads what the trainer holds now, as a version of its own. Returns the version."""
+    async def push_and_pull(self) -> int:
+        """The trainer pushes what it holds now as a version of its own, and every healthy replica pulls it. Returns the
+        version."""
         version = await self._versions.publish()
         await self.pull(version)
         return version

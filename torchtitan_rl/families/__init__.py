@@ -1,6 +1,6 @@
 """Families of models, one file each: what the package knows about Qwen3, Llama 3, Qwen2.5, Qwen3.5, gpt-oss and others.
 
-Outside of this folder a model is a `DecoderShape`.
+Outside of this folder a model is a `DecoderShape`, and for the engine's plan a list of layers.
 """
 
 from __future__ import annotations

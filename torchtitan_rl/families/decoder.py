@@ -1,8 +1,9 @@
 """The contract of a family of models: its sizes, its Hugging Face `config.json`, and the model that torchtitan builds.
 
 A family is a data class of sizes. Users give one as `model.shape`, or leave it to the `config.json` of `model.assets`.
-What is particular about a family stands in its own file: nothing else in the package asks which family a model is of.
-Modules of this folder import torchtitan's models inside functions, because configs import these modules.
+What is particular about a family stands in its own file: nothing else in the package asks which family a model is of;
+`engine/plan.py` asks which kind of attention a layer has. Modules of shapes import torchtitan's models inside functions,
+because configs import these modules.
 """
 
 from __future__ import annotations

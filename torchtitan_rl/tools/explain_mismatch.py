@@ -236,7 +236,7 @@ async def _score(explanation: Explanation, config: RunConfig, stack: Stack, chec
     alternatives: Predictions = {}
     rescorer = Rescorer(stack.generator, config.algorithm.temperature, resolve_shape(config.model).vocab_size)
     if config.trainer.lora is not None:  # adapters begin at zero: the trainer holds the base alone
-        await stack.generator.pull_newest()
+        await stack.generator.push_and_pull()
         words = "the tokens were sampled by the base model: the adapters had not reached the generator"
         alternatives["adapter", words] = np.concatenate(await rescorer.scores(samples))
     named = [version for version in explanation.versions if version in checkpoints]
@@ -298,7 +298,7 @@ _WORDS = {
 
 async def _load(stack: Stack, path: Path, version: int) -> None:
     await stack.roles["policy"].load_checkpoint(path, policy_version=version, optimizer=False)
-    await stack.generator.pull_newest()
+    await stack.generator.push_and_pull()
 
 
 async def _score_under(version: int, samples: list[Sample], stack: Stack, rescorer: Rescorer) -> None:

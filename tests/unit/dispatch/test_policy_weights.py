@@ -11,7 +11,7 @@ class Generator:
     def __init__(self, error=None):
         self.error = error
 
-    async def pull_newest(self):
+    async def push_and_pull(self):
         if self.error is not None:
             raise self.error
         return 5

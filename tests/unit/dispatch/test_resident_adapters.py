@@ -78,7 +78,7 @@ def client_with_slots(num_slots):
 async def test_versions_are_served_side_by_side_and_each_is_loaded_once():
     mesh, versions, client = client_with_slots(3)
     for _ in range(3):
-        await client.pull_newest()
+        await client.push_and_pull()
         versions.pin(versions.served, "test")
     mesh.held_up = asyncio.Event()
     waiting = [asyncio.ensure_future(sample_all(client, [[v, v]] * 4, policy_version=v)) for v in (1, 2, 3)]
@@ -93,15 +93,15 @@ async def test_versions_are_served_side_by_side_and_each_is_loaded_once():
 
 async def test_new_adapters_wait_while_every_slot_is_held_and_requests_keep_theirs():
     mesh, versions, client = client_with_slots(2)
-    await client.pull_newest()
+    await client.push_and_pull()
     versions.pin(1, "test")
     mesh.held_up = asyncio.Event()
     first = asyncio.ensure_future(sample_all(client, [[5]]))
     await settle()
-    await client.pull_newest()
+    await client.push_and_pull()
     second = asyncio.ensure_future(sample_all(client, [[6]]))
     await settle()
-    third = asyncio.ensure_future(client.pull_newest())
+    third = asyncio.ensure_future(client.push_and_pull())
     await settle()
     assert not third.done() and mesh.loaded == [1, 2]
     mesh.held_up.set()
@@ -118,10 +118,10 @@ async def test_the_base_answers_while_every_slot_is_held_and_its_completions_are
     mesh.held_up = asyncio.Event()
     waiting = []
     for version in (1, 2):
-        await client.pull_newest()
+        await client.push_and_pull()
         waiting.append(asyncio.ensure_future(sample_all(client, [[version]])))
         await settle()
-    waiting.append(asyncio.ensure_future(client.pull_newest()))
+    waiting.append(asyncio.ensure_future(client.push_and_pull()))
     waiting.append(asyncio.ensure_future(sample_all(client, [[7], [8]], policy_version=WITHOUT_ADAPTERS)))
     await settle()
     assert not waiting[2].done() and len(mesh.sampled) == 4, "the base waits for no slot"
@@ -134,7 +134,7 @@ async def test_the_base_answers_while_every_slot_is_held_and_its_completions_are
 
 async def test_adapters_that_are_refused_are_an_error_of_their_requests_alone():
     mesh, versions, client = client_with_slots(2)
-    await client.pull_newest()
+    await client.push_and_pull()
     mesh.refused["load_adapters"] = [2]
     await versions.publish_for("test")
     (error,) = await sample_all(client, [[5]], policy_version=2)
@@ -144,12 +144,12 @@ async def test_adapters_that_are_refused_are_an_error_of_their_requests_alone():
 
 async def test_who_waits_for_a_slot_of_a_replica_that_is_lost_is_told():
     mesh, versions, client = client_with_slots(2)
-    await client.pull_newest()
+    await client.push_and_pull()
     versions.pin(1, "test")
     mesh.held_up = asyncio.Event()
     calls = [asyncio.ensure_future(client.sample([5], SamplingParams(max_tokens=4)))]
     await settle()
-    await client.pull_newest()
+    await client.push_and_pull()
     await versions.publish_for("test")
     calls.append(asyncio.ensure_future(client.sample([6], SamplingParams(max_tokens=4))))
     calls.append(asyncio.ensure_future(client.sample([7], SamplingParams(max_tokens=4), policy_version=3)))

@@ -81,7 +81,7 @@ async def _ours(workload: Workload, model: Path, timeline: Path) -> AsyncIterato
             await stack.roles["policy"].forward_backward([datum], cross_entropy)
             await stack.roles["policy"].optim_step()
             with recorder.step() as step:
-                await stack.generator.pull_newest()
+                await stack.generator.push_and_pull()
             return Repeat(seconds=step.seconds, amount=_source_bytes(workload), step=recorder.number)
 
         yield once

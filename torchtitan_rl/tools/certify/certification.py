@@ -96,7 +96,7 @@ class Certification:
         """The trainer's model inside vLLM: before and after a step, and an export."""
         subject, title = self.subject, "engine (torchtitan)"
         async with self.stack() as stack:
-            await stack.generator.pull_newest()
+            await stack.generator.push_and_pull()
             async for check in forward_checks.check_engine(subject, stack.generator, title):
                 yield check
             self.greedy = GreedyTokens.of(subject)
@@ -116,12 +116,12 @@ class Certification:
             yield CertificateLine(name="engine (vllm)", difference=None, note=refusal)
             return
         async with self.stack(model_impl="vllm") as stack:
-            await stack.generator.pull_newest()
+            await stack.generator.push_and_pull()
             async for check in forward_checks.check_engine(self.subject, stack.generator, "engine (vllm)"):
                 yield check
             yield await self.greedy.of_engine(stack.generator, "engine (vllm)")
             await sync_checks.take_step(self.subject, stack)
-            await stack.generator.pull_newest()
+            await stack.generator.push_and_pull()
             yield await sync_checks.check_logprobs_after_step(self.subject, stack, "engine (vllm)")
 
     async def adapters(self) -> AsyncIterator[CertificateLine]:

@@ -31,7 +31,7 @@ async def check_adapters(subject: Subject, stack: Stack, directory: Path) -> Asy
     trainer, documents = stack.roles["policy"], subject.documents
     for _ in range(2):  # the first step moves B alone, which begins at zero
         await take_step(subject, stack)
-    await stack.generator.pull_newest()
+    await stack.generator.push_and_pull()
     rows = await trainer_logprobs(trainer, subject, documents)
     base = of_pairs("", named(subject.reference, documents, rows), LOGPROBS)
     if not (base.difference or 0.0) > _MOVED:

@@ -33,7 +33,7 @@ async def check_sync(subject: Subject, stack: Stack) -> AsyncIterator[Certificat
     one."""
     before = await stack.generator.weights()
     await take_step(subject, stack)
-    await stack.generator.pull_newest()
+    await stack.generator.push_and_pull()
     after, published = await stack.generator.weights(), await stack.roles["policy"].parameters()
     name = "weight sync: engine = trainer, bit for bit"
     numbers = of_states(name, after, published, 0.0)
@@ -71,7 +71,7 @@ async def check_cache(subject: Subject, stack: Stack, title: str) -> Certificate
             name=title, difference=math.inf, note="the engine never reads its prefix cache: nothing is checked"
         )
     await take_step(subject, stack)
-    await stack.generator.pull_newest()
+    await stack.generator.push_and_pull()
     after = await stack.generator.score(document, cached=True)
     if stale := _num_cached(after):
         return CertificateLine(name=title, difference=float(stale), part="prefix cache", note="tokens of older weights")
