@@ -167,7 +167,9 @@ def test_a_batch_that_a_script_trains_on_has_the_line_of_a_step(loop, controller
         for group, reward in zip(sampled, (0.0, 0.0, 1.0, 1.0)):
             for rollout in group.rollouts:
                 rollout.reward = reward
+        controller.state.phase = "supervised"  # as a script's warm start leaves it
         line = await controller.train_on(sampled[2:], sampled)
+        assert controller.state.phase == "reinforcement"  # whose checkpoint it would be
         await controller.publish()
         return line
 

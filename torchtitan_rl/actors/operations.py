@@ -1,10 +1,11 @@
 """The operations of the workers of a mesh, and the parts that each operation needs on the device.
 
 An operation has one name in four places: the method here, which says what it takes and needs; an endpoint of the actor
-(`PolicyTrainer`, `Generator`); the method of the rank that does the work (`TrainerRank`, `GeneratorRank`); the method of
-a client (`MeshTrainingClient`, `MeshSamplingClient`), which everybody above calls, and which names the operation by the
-function here: `mesh.call_split(TrainerOperations.forward_backward, shards, ...)`. A mesh of actors sends the call to the
-endpoint of that name; a mesh in this process calls the rank. docs/extending.md adds an operation from end to end.
+(`PolicyTrainer`, `Generator`); the method of the rank that does the work (`TrainerRank`, `GeneratorRank`); and the
+method of a client (`MeshTrainingClient`, `MeshSamplingClient`). Everybody above calls the client, which names the
+operation by the function here: `mesh.call_split(TrainerOperations.forward_backward, shards, ...)`. A mesh of actors
+sends the call to the endpoint of that name; a mesh in this process calls the rank. docs/extending.md adds an operation
+from end to end.
 """
 
 from __future__ import annotations

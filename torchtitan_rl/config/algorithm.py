@@ -81,6 +81,11 @@ class FilterConfig:
     rounds where that is more)."""
 
     @property
+    def all_off(self) -> bool:
+        """Whether every group trains as it was played."""
+        return not self.zero_variance and self.overlong == "keep"
+
+    @property
     def drops(self) -> bool:
         """Whether a filter that is on can leave a whole group out."""
         return self.zero_variance or self.overlong in ("drop", "mask")

@@ -236,6 +236,8 @@ class Replica:
     def _serves(self, version: int | None) -> bool:
         """Whether a request for `version` (None: any) may begin with the weights that the replica has now."""
         if version is None:
+            # `MeshSamplingClient.pull` names the version as served before any replica has it; until this replica has,
+            # the publication before may still answer.
             before = self.versions.publications[-2:-1] if self._pulling == self.versions.served else []
             # Not any older version, which a pinned request may have loaded.
             return self.loaded_version in (self.versions.served, *before)

@@ -50,8 +50,13 @@ def generator_spec(
             layer.attention = _latent_attention(layer.attention, index, tp)
         elif isinstance(layer.attention, Qwen35Attention.Config):
             layer.attention = _gated_attention(layer.attention, index, tp)
-        else:
+        elif isinstance(layer.attention, GQAttention.Config):
             layer.attention = _grouped_attention(layer.attention, index, tp)
+        else:
+            raise ValueError(
+                f"model.shape: the attention of layer {index} is a {type(layer.attention).__qualname__}, which the "
+                "generator cannot cut; make it a subclass of torchtitan's GQAttention (docs/families.md)"
+            )
         if layer.moe is None:
             layer.feed_forward = _feed_forward(layer.feed_forward, tp)
         elif tp > 1:

@@ -2,8 +2,8 @@
 
 A family is a data class of sizes. Users give one as `model.shape`, or leave it to the `config.json` of `model.assets`.
 What is particular about a family stands in its own file: nothing else in the package asks which family a model is of;
-`engine/plan.py` asks which kind of attention a layer has. Modules of shapes import torchtitan's models inside functions,
-because configs import these modules.
+`engine/plan.py` asks which kind of attention a layer has. Modules of shapes import torchtitan's models inside
+functions, because configs import these modules.
 """
 
 from __future__ import annotations

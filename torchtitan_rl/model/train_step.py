@@ -46,6 +46,7 @@ def head_outputs(
     positions_T = _positions(lengths, shared or [0] * len(lengths)).to(device, non_blocking=True)
     masks = _attention_masks(model, lengths, device, shared)
     targets = F.pad(targets, (0, 0) * (targets.dim() - 1) + (0, padding)).to(device, non_blocking=True)
+    # torchtitan's forward takes tokens, positions and masks: what the head is to compute is left with the head before.
     (model.lm_head.ask if extra else model.lm_head.target)(targets, temperature, **extra)
     routing_replay.expect(model, batch.routing, padding=padding, device=device)
     outputs = model(tokens_T[None], positions=positions_T[None], attention_masks=masks)

@@ -36,6 +36,8 @@ class BatchesAhead(LaggedBatches):
 
     async def _next(self) -> Batch:
         algorithm, step = self._algorithm, self._state.step
+        # Batch b is asked for once the publication after batch b - 1 is served. Then b to b + k are played: batch b + k
+        # is to be admitted after the publication that follows batch (b + k) - k - 1 = b - 1.
         while len(self._playing) <= algorithm.max_policy_lag:
             begins = step + len(self._playing) * algorithm.steps_per_batch
             if self._playing and begins >= self._config.controller.num_steps:

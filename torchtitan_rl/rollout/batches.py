@@ -43,7 +43,7 @@ class BatchPlayer:
     def __init__(
         self,
         config: AlgorithmConfig,
-        rollouts: RolloutPlayer,
+        rollout_player: RolloutPlayer,
         draws: Draws,
         admitted: Callable[[list[Draw], int], None],
         *,
@@ -51,7 +51,7 @@ class BatchPlayer:
     ) -> None:
         """`admitted(draws, step)` is called for draws that are about to be played, with the step after which their
         batch is to train. `max_tokens` is `sampling.max_tokens`."""
-        self.config, self._rollouts, self._draws, self._admitted = config, rollouts, draws, admitted
+        self.config, self._rollout_player, self._draws, self._admitted = config, rollout_player, draws, admitted
         self.max_tokens = max_tokens
 
     async def play(self, draws: list[Draw], step: int) -> Batch:
@@ -59,8 +59,7 @@ class BatchPlayer:
         with span("play a batch", kind="phase"):
             counts = Counter[str]()
             groups = await self._play(draws, counts, step)
-            filters, failed = self.config.filters, counts["failure/dropped_groups"]
-            if groups and not failed and not filters.zero_variance and filters.overlong == "keep":
+            if groups and not counts["failure/dropped_groups"] and self.config.filters.all_off:
                 return Batch(draws=draws, groups=groups, sampled=groups, metrics=dict(counts))
             return await self.fill(draws, groups, counts, step)
 
@@ -75,7 +74,7 @@ class BatchPlayer:
 
     async def _play(self, draws: list[Draw], counts: Counter, step: int) -> list[RolloutGroup]:
         self._admitted(draws, step)
-        return await self._rollouts.play(draws, counts)
+        return await self._rollout_player.play(draws, counts)
 
 
 class SynchronousBatches:

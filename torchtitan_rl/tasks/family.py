@@ -28,16 +28,16 @@ SPLITS = ("train", "validation", "test")
 class TaskFamily(Protocol):
     """Data, environment and reward together. The three splits share no task.
 
+    Three more methods are optional, and `Mixture` has all three. `source(split, seed)` gives the family's own order of
+    tasks (see `source_of`). `reward_for(task)` gives a reward function per task (see `judging.reward_function`).
+    `environment(task)` makes the environment of a task of several turns (see `tasks/env.py`; None: one turn). A field
+    is optional too: `reward_fn`, the config's reward function, which judges in place of `reward`; None: the config has
+    none.
+
     Example: `LetterSort(LetterSort.Config()).task("train", 7).prompt == "uqmhvf="`.
     """
 
     name: str
-
-    # Three methods are optional, and `Mixture` has all three. `source(split, seed)` gives the family's own order of
-    # tasks (see `source_of`). `reward_for(task)` gives a reward function per task (see `judging.reward_function`).
-    # `environment(task)` makes the environment of a task of several turns (see `tasks/env.py`; None: one turn).
-    # A field is optional too: `reward_fn`, the config's reward function, which judges in place of `reward`; None: the
-    # config has none.
 
     def num_tasks(self, split: str) -> int | None:
         """Number of tasks in a split; None: an endless split, whose tasks are generated on demand."""

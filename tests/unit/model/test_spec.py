@@ -81,6 +81,15 @@ def test_a_generator_spec_leaves_the_shared_spec_as_it_was(plan):
         assert made is not spec and made.model is not spec.model
 
 
+def test_an_attention_that_the_generator_cannot_cut_is_named(plan):
+    spec = build_spec(ModelConfig(shape=tiny()))
+    spec.model.layers[1].attention = spec.model.layers[1].feed_forward
+    with pytest.raises(
+        ValueError, match="the attention of layer 1 is a FeedForward.Config, which the generator cannot"
+    ):
+        plan.generator_spec(spec, 1)
+
+
 def test_a_generator_rank_has_its_share_of_heads_and_features(plan, layers):
     spec = plan.generator_spec(build_spec(ModelConfig(shape=tiny())), 2)
     for index, layer in enumerate(spec.model.layers):

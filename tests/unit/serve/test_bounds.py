@@ -100,7 +100,7 @@ async def test_clients_without_a_session_share_tokens_too():
         with pytest.raises(openai.BadRequestError, match="may come to 264 tokens, and 200 may be awaited"):
             await sdk.completions.create(**asked, n=4)
         await sdk.completions.create(**asked, n=3)
-        assert gateway.sessions._places.taken_tokens == gateway._places.taken == 0
+        assert gateway.sessions._places.taken_tokens == gateway.sessions._places.taken == 0
 
 
 def test_places_are_given_back():

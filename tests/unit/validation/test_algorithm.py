@@ -191,6 +191,23 @@ def test_a_loss_that_is_not_one(loss_fn, message):
     assert said.startswith(f"algorithm.loss_fn={__name__}:{loss_fn.__name__} ({place}): ") and message in said, said
 
 
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        ({"clip": 1.0}, "returned a metric named 'clip'; name it area/what"),
+        ({3: 1.0}, "returned a metric named 3"),
+        ({"reward/mean": 1.0}, "returned 'reward/mean', which is a metric of every run; give it another name"),
+        ({"mine/ratio": torch.zeros(5)}, "returned a tensor of shape (5,) as 'mine/ratio'; return its sum"),
+        ({"mine/word": "high"}, "returned a str as 'mine/word'"),
+    ],
+)
+def test_metrics_of_a_loss_that_no_line_can_hold(metrics, message):
+    def with_metrics(inputs):
+        return losses.ppo(inputs)[0], metrics
+
+    assert message in refused(loss_fn=with_metrics)
+
+
 def test_a_loss_input_the_run_does_not_have():
     def to_reference(inputs):
         return (inputs.token_weights * (inputs.policy_logprobs - inputs.reference_logprobs).square()).sum(), {}

@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.kit.family import Family
 from tests.kit.refusal import refusal
 from tests.kit.run_config import run_config
 from torchtitan_rl.algorithm import advantages, group_estimators
 from torchtitan_rl.config.meshes import AdamWConfig, LoRAConfig
 from torchtitan_rl.config.run import RoleConfig
 from torchtitan_rl.tasks.calculator import Calculator
+from torchtitan_rl.tasks.env import Env
 from torchtitan_rl.tasks.letter_sort import LetterSort
 from torchtitan_rl.tasks.mixture import Mixture
 from torchtitan_rl.validation.rewards import check_reward
@@ -161,6 +163,24 @@ async def test_a_reward_that_fails_names_its_line_and_the_way_out():
         assert "raised ZeroDivisionError: float division by zero" in str(caught.value)
         assert f"(test_fields.py:{line})\ncalled on two made-up completions; --no-reward-check" in str(caught.value)
         await asked(config, check_reward=False)
+
+
+async def test_an_environment_of_the_check_is_closed_by_an_async_close_too():
+    closed = []
+
+    class Opened(Env):
+        async def reset(self):
+            return "?"
+
+        async def step(self, text):
+            raise AssertionError("nothing is played")
+
+        async def close(self):
+            closed.append(self)
+
+    config = run_config()
+    await check_reward(config, Family(1, environment=lambda task: Opened()))
+    assert len(closed) == 1
 
 
 def in_parts(task, completions):
