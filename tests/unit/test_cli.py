@@ -12,10 +12,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from torchtitan_rl.cli import exit_status, main
+from torchtitan_rl.cli import controller_run, exit_status, main
 from torchtitan_rl.cli.verb_arguments import add_restarts, without_restarts
 from torchtitan_rl.cli.verbs import VERBS, Verb
 from torchtitan_rl.config.completion import field_flags
+from torchtitan_rl.record.recorder import Recorder
+from torchtitan_rl.types.ends import PREEMPTED_STATUS, Preempted
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "configs" / "quickstart.py")
@@ -147,6 +149,30 @@ def test_the_status_is_the_verbs_whatever_became_of_its_output(stream, monkeypat
     monkeypatch.setattr(os, "_exit", statuses.append)
     exit_status.end_with(work())
     assert statuses == [3]
+
+
+@pytest.mark.parametrize(
+    "end, status", [(RuntimeError("a rank died"), 1), (Preempted("SIGTERM"), PREEMPTED_STATUS)], ids=["fails", "stops"]
+)
+async def test_a_run_has_its_status_whatever_became_of_stderr(end, status, monkeypatch, tmp_path):
+    """As after `train CONFIG 2>&1 | head`."""
+
+    async def start(**_):
+        return SimpleNamespace(
+            run_dir=SimpleNamespace(path=tmp_path),
+            config=SimpleNamespace(record=SimpleNamespace(timeline=False)),
+            state=SimpleNamespace(phase="reinforcement", phase_step=3),
+            launcher=SimpleNamespace(kill=lambda: None),
+            recorder=Recorder(),
+        )
+
+    async def body(controller):
+        raise end
+
+    monkeypatch.setattr(controller_run, "let_garbage_wait", lambda: None)
+    monkeypatch.setattr(sys, "stderr", without_reader())
+    args = argparse.Namespace(hosts=None, verb="eval", backend="local", debug=True, config=QUICKSTART)
+    assert await controller_run.run_controller(args, start, body, str(tmp_path)) == status
 
 
 def test_a_reader_of_tables_may_go(monkeypatch):

@@ -8,6 +8,7 @@ import shlex
 import signal
 import traceback
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -84,7 +85,8 @@ async def run_controller(
         problem = disk_problem(error, run_dir, run_dir / "checkpoints")
         args.final = isinstance(error, (Ended, ValueError)) or bool(problem)
         if args.debug:
-            traceback.print_exc()
+            with suppress(OSError):  # as `say` does
+                traceback.print_exc()
         text = f"{problem}\n{error_text(error)}" if problem else error_text(error)
         _note_end(controller, "run_failed", text)
         status = fail(text)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -11,7 +12,7 @@ import psutil
 import pytest
 
 from torchtitan_rl.launch.liveness import lease as lease_module
-from torchtitan_rl.launch.liveness.lease import Lease, _Controller, ask_to_attach, ask_to_leave, until_released
+from torchtitan_rl.launch.liveness.lease import Lease, _Controller, _Worker, ask_to_attach, ask_to_leave, until_released
 
 WORKER = """
 import os, subprocess, sys, time
@@ -145,6 +146,25 @@ def test_a_dead_controller_is_known_by_its_process_its_connection_or_its_silence
     assert _Controller(**elsewhere, closed=time.monotonic() - lease_module.GONE_S - 1).is_dead()
     assert _Controller(**elsewhere, last_word=time.monotonic() - lease_module.QUIET_S - 1).is_dead()
     assert not _Controller(**elsewhere).is_dead()
+
+
+def test_a_connection_that_ends_late_closes_no_controller_that_has_another(monkeypatch):
+    """The end of the older connection is seen after the newer one has begun."""
+    monkeypatch.setattr(lease_module, "GONE_S", 0.0)
+    worker, own = _Worker(None, ""), json.loads(lease_module._identity(os.getpid()))
+    ends, listeners = [], []
+    for _ in range(2):
+        end, other = socket.socketpair()
+        listener = threading.Thread(target=worker._listen, args=(other, _Controller(**own)))
+        listener.start()
+        end.sendall(b".")
+        assert end.recv(1) == b"."
+        ends.append(end), listeners.append(listener)
+    ends[0].close(), listeners[0].join(5)
+    ends[1].sendall(b".")
+    assert ends[1].recv(1) == b"." and not worker._controllers[own["name"]].is_dead()
+    ends[1].close(), listeners[1].join(5)
+    assert worker._controllers[own["name"]].is_dead()
 
 
 @pytest.mark.parametrize("worker", ["30"], indirect=True)

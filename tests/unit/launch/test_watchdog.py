@@ -1,6 +1,9 @@
 import json
 import subprocess
+import sys
 import time
+
+import pytest
 
 from torchtitan_rl.launch.liveness import watchdog
 from torchtitan_rl.launch.liveness.watchdog import SIGNS_OF_LIFE, SignsOfLife, sign_of_life
@@ -22,6 +25,17 @@ def test_a_process_without_another_sign_of_life_is_killed(tmp_path, capsys):
     signs_of_life.end_if_overdue()
     assert process.wait(10) == -9 and not file.exists()
     assert "gave no sign of life for 0.2 s (controller.hang_timeout_s) and was killed" in capsys.readouterr().err
+
+
+def test_a_process_is_killed_also_where_nobody_can_be_told(tmp_path, monkeypatch):
+    file = tmp_path / "signs"
+    process, signs_of_life = sleeping(file, 0.0), SignsOfLife(file)
+    closed = open(tmp_path / "stderr", "w")
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", closed)
+    with pytest.raises(ValueError, match="closed file"):
+        signs_of_life.end_if_overdue()
+    assert process.wait(10) == -9 and not file.exists()
 
 
 def test_a_jump_of_the_time_of_day_kills_nobody(tmp_path, monkeypatch):

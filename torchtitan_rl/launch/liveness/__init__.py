@@ -24,7 +24,7 @@ worker -> controller: the echo of that byte (`lease.Lease.answers`)
 host's process of a job -> worker -> controller: the seconds that are left (`lease.ask_to_leave`)
     When a scheduler takes a joined host back. The worker says them in each echo, and the controller's
     `joined_hosts.JoinedHosts` ends the host's replicas within that time. Its goodbye then ends the host's process.
-host -> host, under torchrun: a count in torchrun's store (`heartbeats.Watch`)
+host -> host, under torchrun: a count in torchrun's store (`heartbeats.HeartbeatWatch`)
     Every 0.5 s (`heartbeats.BEAT_S`). Rank 0 reads all counts, all other ranks read rank 0's. After 10 s
     (`heartbeats.SILENT_S`), or when a host says that its worker has ended, every host ends its worker, and so the run.
     torchrun's --max-restarts begins all of them again, with `--resume auto`.

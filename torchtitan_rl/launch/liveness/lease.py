@@ -142,7 +142,8 @@ class _Worker:
             controller.last_word, controller.closed = time.monotonic(), None
         try:
             while word := connection.recv(1):
-                controller.last_word = time.monotonic()
+                # An older connection may have ended meanwhile, and has said that the controller's is closed.
+                controller.last_word, controller.closed = time.monotonic(), None
                 if word == _BYE:
                     with self._lock:
                         self._controllers.pop(controller.name, None)

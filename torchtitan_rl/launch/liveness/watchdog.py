@@ -77,6 +77,10 @@ class SignsOfLife:
         if written != self._written:
             self._written, self._seen = written, time.monotonic()
         if time.monotonic() - self._seen > promise["within_s"]:
+            try:
+                os.kill(promise["pid"], signal.SIGKILL)
+            except ProcessLookupError:
+                pass
             self._file.unlink()  # the next attempt has not promised anything yet
             say(
                 f"error: the controller (pid {promise['pid']}) gave no sign of life for {promise['within_s']:g} s "
@@ -84,10 +88,6 @@ class SignsOfLife:
                 event="error",
                 level="error",
             )
-            try:
-                os.kill(promise["pid"], signal.SIGKILL)
-            except ProcessLookupError:
-                pass
 
 
 @contextmanager

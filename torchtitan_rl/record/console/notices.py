@@ -22,8 +22,15 @@ def is_json() -> bool:
 
 
 def say(text: str, *, event: str, level: str = "info", to: TextIO | None = None) -> None:
-    """Prints to stderr, or to another stream: a text, or where JSON is wanted an object with the text as `message`."""
-    print(as_object(event, level, {"message": text}) if is_json() else text, file=to or sys.stderr, flush=True)
+    """Prints to stderr, or to another stream: a text, or where JSON is wanted an object with the text as `message`.
+    A notice that stderr does not take is lost: its reader is gone, or its disk is full. Whoever gives it goes on to do
+    what it tells of, and to its exit status."""
+    stream = to or sys.stderr
+    try:
+        print(as_object(event, level, {"message": text}) if is_json() else text, file=stream, flush=True)
+    except OSError:
+        if stream is not sys.stderr:
+            raise
 
 
 def as_object(event: str, level: str, fields: dict[str, Any]) -> str:
