@@ -159,7 +159,8 @@ name (NAME, ROLE)."""
 
 _NAME = "[A-Za-z0-9_.-]+"
 A_NAME = "letters and digits of ASCII, '_', '.' and '-'"
-"""What a name that stands in the name of a metric is made of, as error messages say it: a part of a reward, a role."""
+"""What a name that stands in the name of a metric is made of, as error messages say it: the name of a part of a reward,
+of a count, of a role."""
 
 _STANDS_FOR = {"A": "[0-9]+", "N": "[0-9]+", "K": "[0-9]+", "NAME": _NAME, "ROLE": _NAME}
 
@@ -190,11 +191,11 @@ _REPEATABLE = (
 
 def is_metric(name: str) -> bool:
     """Whether a metric may have this name, such as `reward/mean`."""
-    return re.fullmatch("[a-z][a-z0-9_]*/[a-z][A-Za-z0-9_.@-]*", name) is not None
+    return re.fullmatch("[a-z][a-z0-9_]*/[A-Za-z0-9_.@-]+", name) is not None
 
 
 def is_name(text: str) -> bool:
-    """Whether a part of a reward or a role may have this name, which the name of a metric contains."""
+    """Whether a part of a reward, a count or a role may have this name, which the name of a metric contains."""
     return re.fullmatch(_NAME, text) is not None
 
 

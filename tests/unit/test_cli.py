@@ -77,6 +77,32 @@ def test_a_dry_run_refuses_what_the_run_would_refuse(words, said, capsys):
     assert said in capsys.readouterr().err
 
 
+NUMBERED = """
+import dataclasses
+from {quickstart} import config as quickstart
+from torchtitan_rl.tasks.letter_sort import LetterSort
+
+class Numbered(LetterSort):
+    @dataclasses.dataclass(kw_only=True)
+    class Config(LetterSort.Config):
+        def build(self):
+            return Numbered(self)
+
+    def task(self, split, index):
+        return dataclasses.replace(super().task(split, index), id=17)
+
+def config():
+    return dataclasses.replace(quickstart(), task=Numbered.Config(min_letters=4, max_letters=6))
+"""
+
+
+def test_a_dry_run_refuses_tasks_that_no_table_can_hold(tmp_path, capsys):
+    file = tmp_path / "numbered.py"
+    file.write_text(NUMBERED.format(quickstart="torchtitan_rl.assets.quickstart"))
+    assert main.main(["train", str(file), "--dry-run"]) == 1
+    assert "task.id=17: is no text; give each task a text of its own" in capsys.readouterr().err
+
+
 def test_a_dry_run_refuses_a_directory_that_holds_a_run(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     assert main.main(["train", QUICKSTART, "--dry-run", "--output-dir", str(tmp_path)]) == 1

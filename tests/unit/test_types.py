@@ -1,4 +1,4 @@
-"""What a datum refuses, how a loss reads its inputs, and when a completion was cut off."""
+"""What a task and a datum refuse, how a loss reads its inputs, and when a completion was cut off."""
 
 import math
 
@@ -6,11 +6,17 @@ import pytest
 import torch
 
 from tests.kit.refusal import refusal
-from torchtitan_rl.types import Completion, Datum, LossInputs
+from torchtitan_rl.types import Completion, Datum, LossInputs, Task
 
 
 def datum(length=3, targets=3, **loss_inputs):
     return Datum(tokens=torch.arange(length), target_tokens=torch.arange(targets), loss_inputs=loss_inputs)
+
+
+def test_a_task_whose_id_is_no_text_is_refused():
+    assert refusal(Task, id=17, prompt="") == (
+        "task.id=17: is no text; give each task a text of its own, such as id='17'"
+    )
 
 
 def test_the_length_of_a_datum_is_its_number_of_tokens():

@@ -83,7 +83,12 @@ def _of_rollout(rollout: Rollout) -> dict[str, Any]:
 
 def _as_text(value: Any) -> str | None:
     """Text as it is; anything else as JSON, or as Python writes it where JSON cannot."""
-    return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=repr)
+    if value is None or isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value, ensure_ascii=False, default=repr)
+    except (TypeError, ValueError):  # a key that is no text, such as a tuple; a value that contains itself
+        return repr(value)
 
 
 def _per_token(rollout: Rollout, trained: list[Trained], decode: Callable[[list[int]], str]) -> dict[str, Any]:

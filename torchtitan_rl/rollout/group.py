@@ -192,7 +192,7 @@ async def _failed_to_judge(
 
 def _check_rewards(rollout: Rollout) -> None:
     """Raises RuntimeError for a reward, a part of a reward or a turn's reward that a workflow gave and that is none,
-    and for the name of a part or role that no metric can contain."""
+    and for the name of a part, count or role that no metric can contain."""
     turn_rewards = {f"reward of turn {i}": turn.reward for i, turn in enumerate(rollout.turns)}
     parts = {f"reward part {name!r}": number for name, number in rollout.reward_parts.items()}
     for name, number in {"reward": rollout.reward, **turn_rewards, **parts}.items():
@@ -200,7 +200,7 @@ def _check_rewards(rollout: Rollout) -> None:
             raise RuntimeError(
                 f"algorithm.workflow: gave {name} {number!r} for task {rollout.task.id!r}; give {A_REWARD}"
             )
-    for kind, names in {"role": [rollout.role], "reward part": rollout.reward_parts}.items():
+    for kind, names in {"role": [rollout.role], "reward part": rollout.reward_parts, "count": rollout.counts}.items():
         if wrong := [name for name in names if not is_name(name)]:
             raise RuntimeError(
                 f"algorithm.workflow: gave task {rollout.task.id!r} a {kind} named {wrong[0]!r}, which cannot stand in "

@@ -39,6 +39,11 @@ class Task:
     rejected: str | None = None
     """The worse completion of the pair; another text than `chosen`."""
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for an `id` that is no text: tables hold it as text and could not be read again."""
+        if not isinstance(self.id, str):
+            raise ValueError(f"task.id={self.id!r}: is no text; give each task a text of its own, such as id='17'")
+
 
 @dataclass(kw_only=True, slots=True)
 class Completion:

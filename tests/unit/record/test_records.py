@@ -5,7 +5,7 @@ import pyarrow.parquet as pq
 import torch
 
 from torchtitan_rl.record.recorder import RolloutsEnded, TrainedOn
-from torchtitan_rl.record.records import rollout_records
+from torchtitan_rl.record.records import evaluation_record, rollout_records
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.record.run_dir_writer import RunDirWriter
 from torchtitan_rl.record.schemas import SCHEMAS
@@ -91,6 +91,15 @@ def test_a_record_has_texts_turns_and_both_sides_of_the_training(tmp_path):
     assert sequence["target_tokens"] == [2, 4, 5, 6, 7] and sequence["token_weights"] == [0, 0.25, 0.25, 0, 0.5]
     assert sequence["turns"] == [[0, 1, 2], [1, 4, 1]] and sequence["old_logprobs"] is None
     assert (second["advantage"], second["turns"], second["sequences"]) == (-0.5, [], [])
+
+
+def test_an_answer_that_json_lacks_is_recorded_as_python_writes_it():
+    itself = []
+    itself.append(itself)
+    answers = {"{(0, 1): 'x'}": {(0, 1): "x"}, '{"0": [1]}': {0: [1]}, '"{1}"': {1}, "[[...]]": itself}
+    for text, answer in answers.items():
+        task = Task(id="t", prompt="", answer=answer)
+        assert evaluation_record(task, None, correct=False, failed="it raised")["answer"] == text
 
 
 def test_a_branch_is_recorded_from_the_turn_that_it_goes_on_from():

@@ -64,6 +64,7 @@ def test_what_is_not_finite_stays_valid_json(tmp_path):
 def test_names_of_parts_and_roles_are_written_as_they_are(tmp_path):
     run_dir = RunDir.create(tmp_path)
     names = ["reward/part_Format_mean", "eval/reward_part_style.length_mean", "reward/exact-match_mean"]
+    names += ["reward/Solver_mean", "reward/1st_mean", "rollout/_x_mean"]
     run_dir.log_metrics({"step": 0, "phase": "reinforcement"} | dict.fromkeys(names, 1.0))
     assert set(names) < run_dir.read_metrics()[0].keys()
     assert metrics.entry(names[0]) == "reward/part_NAME_mean" and metrics.entry(names[2]) == "reward/ROLE_mean"

@@ -15,11 +15,25 @@ from torchtitan_rl.config.overrides import apply_overrides
 from torchtitan_rl.config.record import RecordConfig, WandbConfig
 from torchtitan_rl.config.values import shell_text
 from torchtitan_rl.record import attempts
+from torchtitan_rl.record import recorder as recorder_module
 from torchtitan_rl.record.background import BackgroundListener
 from torchtitan_rl.record.curves import final_evaluations, phase_of, points
-from torchtitan_rl.record.recorder import Listener, Metrics, Note, Recorder
+from torchtitan_rl.record.recorder import (
+    DrawEvents,
+    EvaluatedAttempts,
+    GeneratorStarted,
+    Listener,
+    Metrics,
+    Note,
+    Published,
+    Recorder,
+    RolloutsEnded,
+    TrainedOn,
+    Warned,
+)
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.record.run_dir_writer import RunDirWriter
+from torchtitan_rl.record.sinks.fact_listener import FactListener
 from torchtitan_rl.record.sinks.function import FunctionSink
 from torchtitan_rl.record.sinks.tensorboard import TensorBoard
 from torchtitan_rl.record.sinks.wandb import Wandb
@@ -287,3 +301,37 @@ def test_sinks_are_a_flag():
     assert shell_text(config.record.sinks) == name
     apply_overrides(config, ["--record.sinks", "[]", "--record.wandb", "None"])
     assert config.record.sinks == [] and config.record.wandb is None
+
+
+class Former(Listener):
+    """A listener as users wrote it before there was a method for each event."""
+
+    def __init__(self):
+        self.facts = []
+
+    def fact(self, kind, fields):
+        self.facts.append((kind, fields))
+
+
+EVENTS = [
+    (Metrics(line={"step": 1}), "metrics"),
+    (TrainedOn(sequences=[]), "trained"),
+    (RolloutsEnded(step=1, groups=[]), "rollouts"),
+    (EvaluatedAttempts(step=1, records=[]), "evaluated"),
+    (DrawEvents(step=1, records=[]), "draws"),
+    (Published(step=1, version=2, seconds=0.5), "version"),
+    (Note(text="a"), "note"),
+    (GeneratorStarted(client=None), "generator"),
+    (Warned(at="", level="warning", kind="warning", who="", text="a"), "event"),
+]
+
+
+def test_a_listener_with_the_former_method_hears_of_every_event():
+    with pytest.warns(DeprecationWarning, match="listeners have a method per event now"):
+        listener = FactListener(Former)
+    for event, _ in EVENTS:
+        event.deliver(listener)
+    assert [kind for kind, _ in listener._listener.facts] == [kind for _, kind in EVENTS]
+    assert listener._listener.facts[3] == ("evaluated", {"step": 1, "records": []})
+    delivered = {each for each in vars(recorder_module).values() if isinstance(each, type) and "deliver" in vars(each)}
+    assert delivered - {recorder_module.Event} == {type(event) for event, _ in EVENTS}

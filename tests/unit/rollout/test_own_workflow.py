@@ -71,3 +71,20 @@ async def test_a_workflow_that_is_not_awaited_is_named():
 
     group = await run_group(hands_on, task, policy("ab"), 1, reward=Family(), **CALL)
     assert group.rollouts[0].text == "ab"
+
+
+@pytest.mark.parametrize(
+    "given, kind",
+    [
+        ({"counts": {"tool calls": 3}}, "a count named 'tool calls'"),
+        ({"reward_parts": {"in time": 1.0}}, "a reward part named 'in time'"),
+        ({"role": "the judge"}, "a role named 'the judge'"),
+    ],
+    ids=["count", "part", "role"],
+)
+async def test_a_name_that_no_metric_can_contain_is_refused_when_it_is_played(given, kind):
+    async def named(task, policy, *, rollout_id, seed):
+        return Rollout(id=rollout_id, task=task, turns=[], text="ab", reward=1.0, **given)
+
+    with pytest.raises(RuntimeError, match=f"{kind}, which cannot stand in the name of a metric; use letters"):
+        await run_group(named, TASK, policy("ab"), 1, reward=Family(), **CALL)

@@ -15,7 +15,7 @@ _KINDS = {
     "Metrics": "metrics",
     "TrainedOn": "trained",
     "RolloutsEnded": "rollouts",
-    "Evaluated": "evaluated",
+    "EvaluatedAttempts": "evaluated",
     "DrawEvents": "draws",
     "Published": "version",
     "Note": "note",
