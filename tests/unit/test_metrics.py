@@ -42,6 +42,28 @@ def test_a_definition_says_unit_reduction_and_meaning():
         assert worry or unit in ("text", "tokens", "fraction", "as NAME", "reward"), name
 
 
+_ON_AN_AXIS = {
+    "s": ("seconds",),
+    "tokens/s": ("per second", "tokens per second"),
+    "tokens": ("tokens",),
+    "fraction": ("share", "share of the peak"),
+    "nats/token": ("nats per token",),
+    "nats": ("nats per token",),
+    "nats/rollout": ("nats per rollout",),
+    "loss per pair": ("loss per pair",),
+}
+"""Unit of the page -> what the axis of a curve says."""
+
+
+def test_the_axis_of_a_curve_has_the_unit_of_the_page():
+    every_text = {text for texts in _ON_AN_AXIS.values() for text in texts}
+    for cell, unit, *_ in definitions():
+        name = cell.strip("`")
+        text = metrics.unit(name)
+        if unit != "as NAME" and text != name.split("/")[0]:  # the area: what it is a number of
+            assert text in _ON_AN_AXIS.get(unit, ()) or text not in every_text, name
+
+
 def test_every_name_in_a_recorded_run_is_defined():
     lines = [json.loads(line) for file in RECORDED.glob("*/metrics.jsonl") for line in file.read_text().splitlines()]
     names = {name for line in lines for name in line} - {"step", "phase"}

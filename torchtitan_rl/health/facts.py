@@ -12,9 +12,10 @@ from torchtitan_rl.health.newest import newest_rollouts
 from torchtitan_rl.health.run_reader import Run
 from torchtitan_rl.health.siblings import recorded_compares_siblings
 from torchtitan_rl.health.whereabouts import Whereabouts, whereabouts
+from torchtitan_rl.record.attempts import steps_before
 from torchtitan_rl.record.json_lines import parsed
 
-__all__ = ["RunFacts", "Reading", "Series", "duration", "spans_of"]
+__all__ = ["RunFacts", "Reading", "Series", "duration", "readings", "spans_of"]
 
 _NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 
@@ -49,18 +50,20 @@ class RunFacts:
         whereabouts: Whereabouts | None = None,
         now: float | None = None,
         left_out: int = 0,
+        series: dict[str, Series] | None = None,
     ) -> None:
-        """`left_out`: batches of the run whose lines are not in `lines`."""
+        """`left_out`: batches of the run whose lines are not in `lines`. `series`: the readings of a metric in all
+        batches, for those metrics that are known of all."""
         self.lines, self.settings, self.events, self.status = list(lines), settings or {}, list(events), status or {}
         self.begun = set(begun)
-        """The steps from which attempts at the run went on."""
+        """The steps of the reinforcement phase from which attempts at the run went on."""
         self.whereabouts, self.now = whereabouts, time.time() if now is None else now
         self.missing: list[str] = []
         self.failed: dict[str, str] = {}
         """Rule -> why its function failed on these records."""
         self._left_out = left_out
         self._rollouts, self._samples = rollouts, samples
-        self._series: dict[str, Series] = {}
+        self._series: dict[str, Series] = dict(series or {})
 
     @classmethod
     def of(cls, run: Run, now: float | None = None) -> RunFacts:
@@ -73,7 +76,7 @@ class RunFacts:
             rollouts=lambda: newest_rollouts(directory),
             samples=lambda: _records(run, "samples", missing),
             events=_records(run, "events", missing),
-            begun=[record["step"] for record in _records(run, "attempts", missing)],
+            begun=[steps_before(attempt) for attempt in _records(run, "attempts", missing)],
             status=_object(run.path / "status.json", "what the run was doing is not known", missing),
             whereabouts=whereabouts(run),
             now=now,
@@ -132,8 +135,7 @@ class RunFacts:
     def series(self, name: str) -> Series:
         """The readings of a metric of the reinforcement phase, in order; lines without it are left out."""
         if name not in self._series:  # several rules ask for the same one, of a run of perhaps 100,000 lines
-            readings = [Reading(name, int(line["step"]), line[name]) for line in self.steps if _number(line.get(name))]
-            self._series[name] = readings
+            self._series[name] = readings(name, self.steps)
         return self._series[name]
 
     def setting(self, path: str, otherwise: Any = None) -> Any:
@@ -144,6 +146,11 @@ class RunFacts:
                 return otherwise
             value = value[name]
         return value
+
+
+def readings(name: str, lines: Iterable[dict[str, Any]]) -> Series:
+    """The readings of a metric in lines, in order; lines without it are left out."""
+    return [Reading(name, int(line["step"]), line[name]) for line in lines if _number(line.get(name))]
 
 
 def spans_of(status: dict[str, Any]) -> list[dict[str, Any]]:

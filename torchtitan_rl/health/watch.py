@@ -9,10 +9,12 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from torchtitan_rl.health.facts import RunFacts
+from torchtitan_rl.health.facts import RunFacts, Series, readings
+from torchtitan_rl.health.rules.numerics import bad_steps
 from torchtitan_rl.health.rules.table import RULES, look
 from torchtitan_rl.health.run_reader import Run
 from torchtitan_rl.health.samples import Samples
+from torchtitan_rl.record.attempts import begun
 from torchtitan_rl.record.recorder import GeneratorStarted, Listener, Metrics, RolloutsEnded
 from torchtitan_rl.record.run_dir import RunDir
 
@@ -22,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 _FIRST, _LAST, _BATCHES, _SAMPLES = 16, 64, 5, 4000
 """Kept of a run: the first and the last batches' lines, the last batches' rollouts, the last samples."""
+_OF_ALL_BATCHES = ("reward/mean", "reward/zero_std_frac")
+"""Metrics that rules read anywhere in a run: they are kept of every batch, some 100 bytes a number."""
 _PACE_S = 2.0
 
 
@@ -42,7 +46,9 @@ class HealthWatch(Listener):
         self._first: list[dict[str, Any]] = []
         self._last: deque[dict[str, Any]] = deque(maxlen=_LAST)
         self._other_lines: deque[dict[str, Any]] = deque(maxlen=_LAST)
-        """Lines of evaluations, and of supervised steps that were skipped."""
+        """Lines of optimizer steps of the other phases that were skipped or had a loss that is not finite."""
+        self._evaluations: list[dict[str, Any]] = []
+        self._series: dict[str, Series] = {name: [] for name in _OF_ALL_BATCHES}
         self._rollouts: deque[list[dict[str, Any]]] = deque(maxlen=_BATCHES)
         self._taken: deque[dict[str, Any]] = deque(maxlen=_SAMPLES)
         self._samples = Samples(run_dir.logs)
@@ -64,7 +70,8 @@ class HealthWatch(Listener):
 
     def metrics(self, event: Metrics) -> None:
         self._keep(event.line)
-        if event.line["phase"] == "evaluation":
+        phase = event.line["phase"]  # a batch is looked at when its rollouts have come
+        if phase == "evaluation" or (phase != "reinforcement" and bad_steps(event.line)):
             self._new.add("batches")
         self.beat()
 
@@ -84,21 +91,26 @@ class HealthWatch(Listener):
         if line["phase"] == "reinforcement":
             self._step, self._num_lines = line["step"], self._num_lines + 1
             (self._first if len(self._first) < _FIRST else self._last).append(line)
-        elif line["phase"] == "evaluation" or line.get("optim/skipped"):
+            for name, series in self._series.items():
+                series += readings(name, [line])
+        elif line["phase"] == "evaluation":
+            self._evaluations.append(line)
+        elif bad_steps(line):
             self._other_lines.append(line)
 
     def _look(self) -> None:
         rules = tuple(rule for rule in RULES if rule.live in self._new and rule.name not in self._warned_of)
         self._new, self._looked = set(), time.monotonic()
         if self._begun is None:
-            self._begun = [record["step"] for record in self._run_dir.tables["attempts"].read()]
+            self._begun = sorted(begun(self._run_dir).values())
         facts = RunFacts(
-            lines=[*self._other_lines, *self._first, *self._last],
+            lines=[*self._other_lines, *self._evaluations, *self._first, *self._last],
             settings=self._settings,
             rollouts=lambda: [rollout for batch in self._rollouts for rollout in batch],
             samples=lambda: list(self._taken),
             begun=self._begun,
             left_out=self._num_lines - len(self._first) - len(self._last),
+            series=self._series,
         )
         for finding in look(facts, self._thresholds, rules):
             self._warned_of.add(finding.rule)

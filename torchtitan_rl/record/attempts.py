@@ -19,7 +19,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
-from torchtitan_rl.record.json_lines import replace_text
+from torchtitan_rl.record.json_lines import parsed, replace_text
 from torchtitan_rl.record.run_dir import RunDir
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "attempts",
     "cut_metrics",
     "require_metrics",
+    "steps_before",
     "read_evaluations",
     "read_ledger",
     "read_rollouts",
@@ -184,7 +185,12 @@ def _counting(run_dir: RunDir, table: str, columns: Sequence[str] | None = None)
 def begun(run_dir: RunDir) -> dict[int, int]:
     """Attempt -> steps of the reinforcement phase before it. What an earlier attempt recorded after that step does not
     count."""
-    return {a["attempt"]: a["step"] if a["phase"] == "reinforcement" else 0 for a in attempts(run_dir)}
+    return {attempt["attempt"]: steps_before(attempt) for attempt in attempts(run_dir)}
+
+
+def steps_before(attempt: dict[str, Any]) -> int:
+    """Steps of the reinforcement phase before an attempt; its record has the step of the phase that it began in."""
+    return attempt["step"] if attempt["phase"] == "reinforcement" else 0
 
 
 def end_for_good(run_dir: RunDir, reason: str) -> None:
@@ -199,7 +205,7 @@ def reason_of_end(run_dir: RunDir) -> str:
     """What `end_for_good` noted; empty if nothing."""
     file = run_dir.path / "ended.json"
     try:
-        return json.loads(file.read_text(encoding="utf-8"))["reason"] if file.exists() else ""
+        return parsed(file.read_text(encoding="utf-8"))["reason"] if file.exists() else ""
     except (ValueError, KeyError, TypeError):
         return f"{file.name} does not say, it was cut off; the log does"
 

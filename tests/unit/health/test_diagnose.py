@@ -70,6 +70,17 @@ def test_what_is_wrong_is_told_with_its_evidence(run_dir, capsys):
     )
 
 
+def test_an_attempt_that_began_in_another_phase_excuses_no_slow_step(run_dir):
+    run_dir.record("attempts", 14, [{"phase": "supervised"}])
+    text = run_dir.metrics_file.read_text()
+    slow = text.replace(
+        '"step":15,"phase":"reinforcement","time/step_s":1.0', '"step":15,"phase":"reinforcement","time/step_s":12.0'
+    )
+    assert slow != text
+    run_dir.metrics_file.write_text(slow)
+    assert [finding.rule for finding in diagnose(Run(run_dir))] == ["slow_step"]
+
+
 def test_as_json(run_dir, capsys):
     assert said(run_dir, "--threshold", "truncation=0.1", "--json") == 3
     (finding,) = json.loads(capsys.readouterr().out)["findings"]

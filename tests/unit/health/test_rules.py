@@ -78,6 +78,15 @@ def test_a_dead_replica():
     assert "dead_replica" in found(lines, {"generator": {"num_replicas": 3}}, events=left[:1])
 
 
+def test_an_attempt_with_another_number_of_replicas_has_lost_none():
+    four = {"generator": {"num_replicas": 4}}
+    assert found(steps(generator__healthy_replicas=[2] * 10 + [4] * 10), four, begun=[0, 10]) == {}
+    assert found(steps(generator__healthy_replicas=[4] * 10 + [2] * 10), four, begun=[0, 10]) == {}
+    lines = steps(generator__healthy_replicas=[2] * 5 + [0] * 5 + [4] * 10)
+    finding = found(lines, four, begun=[0, 10])["dead_replica"]
+    assert "losses in all: 2" in finding.what and finding.evidence[0].step == 6
+
+
 @pytest.mark.parametrize("seconds, speaks", [(0.26, True), (0.24, False)])
 def test_a_slow_replica(seconds, speaks):
     samples = [
@@ -141,6 +150,20 @@ def test_a_stall():
     assert found(lines, whereabouts=where(), now=1099.0) == {}
     assert found(steps(time__step_s=0.5), whereabouts=where(), now=1059.0) == {}  # short steps: a minute at least
     assert found(whereabouts=where(), now=1299.0) == {}  # it starts
+    begins = found(whereabouts=where(), now=1301.0)["stall"].what
+    assert begins == "nothing was written for 301 s; what it waits for is not recorded"
+    status = {"spans": [{"name": "starting trainer, generators and store"}]}
+    assert found(lines, whereabouts=where(), now=1299.0, status=status) == {}  # again, by a restart
+    assert "usually" not in found(lines, whereabouts=where(), now=1301.0, status=status)["stall"].what
+
+
+def test_an_evaluation_may_take_longer_than_a_step():
+    lines, status = steps(time__step_s=1.0), {"spans": [{"name": "step"}, {"name": "evaluating on validation tasks"}]}
+    assert found(lines, whereabouts=where(), now=1299.0, status=status) == {}  # its first one
+    lines += [evaluated(20, 0.5) | {"time/step_s": 30.0}]
+    assert found(lines, whereabouts=where(), now=1599.0, status=status) == {}
+    finding = found(lines, whereabouts=where(), now=1601.0, status=status)["stall"]
+    assert "601 s, an evaluation usually takes 30 s; " in finding.what
 
 
 def test_work_that_is_overdue():
@@ -180,6 +203,22 @@ def test_a_run_that_is_gone():
     assert "gone" in found([*lines, other], hard, whereabouts=where("gone"))
     assert found(lines, whereabouts=where("elsewhere"), now=1599.0) == {}
     assert "gone" in found(lines, whereabouts=where("elsewhere"), now=1601.0)
+
+
+def test_a_run_that_is_gone_ended_in_a_phase_of_its_own_number_of_steps():
+    settings = {"supervised": {"num_steps": 400}, "preference": {"num_steps": 50}, "controller": {"num_steps": 160}}
+    lines = [line | {"phase": "supervised"} for line in steps(number=300)]
+    after = [{"step": 300, "phase": "checkpoint", "checkpoint/name": "supervised-300"}, evaluated(0, 0.1)]
+    for ended in (lines, [*lines, *after]):
+        finding = found(ended, settings, whereabouts=where("gone"))["gone"]
+        assert "the run ended in the supervised phase at step 300 of 400" in finding.what
+    lines += [line | {"phase": "preference"} for line in steps(number=7)]
+    finding = found(lines, settings, whereabouts=where("gone"))["gone"]
+    assert "the preference phase at step 7 of 50" in finding.what
+    assert [reading.name for reading in finding.evidence[:2]] == ["last step", "preference.num_steps"]
+    lines = [*steps(number=12), {"step": 12, "phase": "stop", "stop/reason": "min_entropy"}]
+    assert "the reinforcement phase at step 12 of 160" in found(lines, settings, whereabouts=where("gone"))["gone"].what
+    assert "in the start-up phase at step 0 of 160" in found([], settings, whereabouts=where("gone"))["gone"].what
 
 
 def test_one_slow_step():
@@ -378,6 +417,16 @@ def test_answers_without_their_form():
     answers = rolled(lambda i, j: f"answer {i}/{j}", parts={"format": 0.0, "exact": 0.0})
     assert "form" in found(rollouts=answers)["unparsable"].what
     assert found(rollouts=rolled(lambda i, j: f"answer {i}/{j}", parts={"format": 0.1, "exact": 0.0})) == {}
+
+
+def test_answers_of_the_right_form_have_it_whatever_their_parts_are_named():
+    def answers(reward, **parts):
+        return found(rollouts=rolled(lambda i, j: f"answer {i}/{j}", reward=reward, parts=parts))
+
+    for name in ("format_penalty", "invalid", "parse_error", "malformed"):
+        assert answers(0.5, exact=1.0, **{name: 0.0}) == {}, name
+    assert answers(1.0, exact=1.0, valid=0.0) == {}  # an answer that earns the best reward could be read
+    assert "unparsable" in answers(0.5, exact=1.0, valid=0.0)
 
 
 # All of them.

@@ -1,6 +1,7 @@
 """The rules during training: what is found is said once, as a warning; samples say what processes hold."""
 
 import logging
+import math
 import os
 import socket
 import subprocess
@@ -107,6 +108,52 @@ def test_a_quarter_of_a_long_run_is_a_quarter_of_all_its_batches(run_dir, caplog
         watch.metrics(Metrics(line={"phase": "reinforcement", **line}))
         watch.rollouts(RolloutsEnded(step=step, groups=[]))
     assert "saturation" not in {record.who for record in caplog.records}
+
+
+def test_a_long_run_that_is_saturated_is_told_so(run_dir, caplog):
+    watch = HealthWatch(run_dir, {}, pace_s=0)
+    for step in range(1, 401):
+        late = step > 300
+        line = {"step": step, "reward/zero_std_frac": 0.95 if late else 0.1, "reward/mean": 0.99 if late else 0.5}
+        watch.metrics(Metrics(line={"phase": "reinforcement", **line}))
+        watch.rollouts(RolloutsEnded(step=step, groups=[]))
+    (record,) = caplog.records
+    assert record.who == "saturation" and "in 99 batches since step 301" in record.message
+
+
+def test_accuracy_that_falls_is_compared_with_the_reward_of_its_best_step(run_dir, caplog):
+    watch = HealthWatch(run_dir, {}, pace_s=0)
+    for step in range(1, 301):
+        line = {"step": step, "phase": "reinforcement", "reward/mean": 0.2 if step < 150 else 0.5}
+        watch.metrics(Metrics(line=line))
+        watch.rollouts(RolloutsEnded(step=step, groups=[]))
+        if step in (100, 300):
+            ends = {"eval/accuracy_ci95_low": 0.55, "eval/accuracy_ci95_high": 0.4}
+            evaluation = {"step": step, "phase": "evaluation", "eval/name": "sort", "eval/split": "validation"}
+            watch.metrics(Metrics(line={**evaluation, "eval/accuracy": 0.6 if step == 100 else 0.3, **ends}))
+    (record,) = caplog.records
+    assert record.who == "eval_falls" and "while the reward rose from 0.200 to 0.500" in record.message
+
+
+@pytest.mark.parametrize("phase", ["supervised", "preference"])
+@pytest.mark.parametrize("bad", [{"optim/skipped": 1}, {"loss/mean": math.nan}], ids=["skipped", "loss"])
+def test_steps_of_the_phases_before_are_looked_at(phase, bad, run_dir, caplog):
+    watch = HealthWatch(run_dir, {}, pace_s=0)
+    for step in range(1, 100):
+        watch.metrics(Metrics(line={"step": step, "phase": phase, "loss/mean": 0.1} | (bad if step == 7 else {})))
+        assert len(caplog.records) == (step >= 7)
+    (record,) = caplog.records
+    assert record.who == "steps_skipped" and "the first at step 7" in record.message
+
+
+def test_an_attempt_that_began_in_another_phase_excuses_no_slow_step(run_dir, caplog):
+    run_dir.record("attempts", 14, [{"phase": "supervised"}])
+    watch = HealthWatch(run_dir, {}, pace_s=0)
+    for step in range(1, 20):
+        line = {"step": step, "phase": "reinforcement", "time/step_s": 9.0 if step == 15 else 0.3}
+        watch.metrics(Metrics(line=line))
+        watch.rollouts(RolloutsEnded(step=step, groups=[]))
+    assert [record.who for record in caplog.records] == ["slow_step"]
 
 
 def test_samples_have_memory_and_times(run_dir, caplog):

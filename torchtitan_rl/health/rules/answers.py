@@ -17,6 +17,8 @@ _RIGHT = 0.9
 """Share of the best reward from which an answer counts as right."""
 _TAIL, _LONGEST_PIECE, _TIMES = 512, 32, 8
 _FORM = re.compile(r"format|parse|valid|schema|well_?formed")
+_FAULT = re.compile(r"penalt|invalid|error|fail|malformed|unpars")
+"""In the name of a reward part that is 0 for an answer of the right form, such as `format_penalty`."""
 
 
 def duplicates(facts: RunFacts, threshold: float) -> Problem | None:
@@ -62,18 +64,19 @@ def unparsable(facts: RunFacts, threshold: float) -> Problem | None:
     if len(rollouts) < _FEW_ROLLOUTS:
         return None
     step = rollouts[-1]["step"]
-    reasons = Counter(why for rollout in rollouts if (why := _unreadable(rollout)))
+    whys = [_unreadable(rollout, facts.best_reward) for rollout in rollouts]
+    reasons = Counter(why for why in whys if why)
     if not reasons or reasons.total() / len(rollouts) <= threshold:
         return None
     evidence = [Reading(f"share that is {why}", step, number / len(rollouts)) for why, number in reasons.most_common()]
-    example = next(rollout["text"] for rollout in rollouts if _unreadable(rollout))
+    example = next(rollout["text"] for rollout, why in zip(rollouts, whys, strict=True) if why)
     sentence = f"{reasons.total() / len(rollouts):.0%} of the newest {len(rollouts)} answers cannot be read"
     return Problem(
         f"{sentence}, mostly because they are {reasons.most_common(1)[0][0]}, such as {_shown(example)}", evidence
     )
 
 
-def _unreadable(rollout: dict[str, Any]) -> str:
+def _unreadable(rollout: dict[str, Any], best_reward: float) -> str:
     """What is wrong with the form of an answer; empty for nothing."""
     text = rollout["text"] or ""
     if not text.strip():
@@ -83,8 +86,15 @@ def _unreadable(rollout: dict[str, Any]) -> str:
         return "undecodable"
     if _loops(text[-_TAIL:]):
         return "one piece over and over"
-    parts = [number for name, number in (rollout["reward_parts"] or {}).items() if _FORM.search(name.lower())]
+    if (rollout["reward"] or 0.0) >= _RIGHT * best_reward:  # the reward could read it
+        return ""
+    parts = [number for name, number in (rollout["reward_parts"] or {}).items() if _is_of_form(name.lower())]
     return "without the form that the reward asks for" if parts and max(parts) <= 0 else ""
+
+
+def _is_of_form(part: str) -> bool:
+    """Whether a reward part of this name pays for the form of an answer."""
+    return _FORM.search(part) is not None and _FAULT.search(part) is None
 
 
 def _loops(text: str) -> bool:

@@ -48,7 +48,8 @@ def saturation(facts: RunFacts, threshold: float) -> Problem | None:
     for reading in reversed(late):
         if float(rewards[reading.step].value) < threshold * best:
             break
-        full.insert(0, rewards[reading.step])
+        full.append(rewards[reading.step])
+    full.reverse()
     if len(full) < max(_IN_A_ROW, facts.num_batches // 4):
         return None
     since = "since the first step" if len(full) == facts.num_batches else f"since step {full[0].step}"
@@ -63,8 +64,8 @@ def _without_signal(facts: RunFacts, threshold: float) -> Series:
     for reading in reversed(facts.series("reward/zero_std_frac") if facts.compares_siblings else []):
         if float(reading.value) < threshold:
             break
-        streak.insert(0, reading)
-    return streak if len(streak) >= _IN_A_ROW else []
+        streak.append(reading)
+    return streak[::-1] if len(streak) >= _IN_A_ROW else []
 
 
 def _constant(facts: RunFacts) -> bool:

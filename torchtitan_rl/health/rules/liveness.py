@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter, defaultdict
 from statistics import median
@@ -29,17 +30,27 @@ def dead_replica(facts: RunFacts, threshold: float) -> Problem | None:
     """A replica of the generator died or was given up, replaced or not."""
     lost = [event for event in facts.events if event.get("kind") == "replica_lost"]
     evidence = [Reading(str(event.get("who")), event.get("step"), str(event.get("text"))) for event in lost]
-    number, replicas = len(lost), int(facts.setting("generator.num_replicas", 1))
-    replicas -= sum(event.get("kind") == "replica_left" for event in facts.events)  # these were asked to leave
-    healthy = facts.series("generator/healthy_replicas")
-    if fewest := min((float(reading.value) for reading in healthy), default=None):
-        number = max(number, replicas - int(fewest))
-        evidence += [reading for reading in healthy if reading.value == fewest][:1] if fewest < replicas else []
+    falls = _falls(facts)
+    left = sum(event.get("kind") == "replica_left" for event in facts.events)  # these were asked to leave
+    number = max(len(lost), sum(falls.values()) - left)
     if number < threshold or not number:
         return None
+    evidence += list(falls)[:10]
     replaced = sum(event.get("kind") == "replica_replaced" for event in facts.events)
-    who = ", ".join(sorted({str(event.get("who")) for event in lost})) or f"{number} of {replicas} replicas"
+    who = ", ".join(sorted({str(event.get("who")) for event in lost})) or "replicas of the generator"
     return Problem(f"{who}: lost; losses in all: {number}, replacements that have started: {replaced}", evidence)
+
+
+def _falls(facts: RunFacts) -> dict[Reading, int]:
+    """The readings at which fewer replicas were healthy than a batch before -> by how many. Another attempt at the run,
+    or a fork of it, may begin with fewer."""
+    falls: dict[Reading, int] = {}
+    for before, now in itertools.pairwise(facts.series("generator/healthy_replicas")):
+        fewer = int(float(before.value) - float(now.value))
+        begins = any((before.step or 0) <= step < (now.step or 0) for step in facts.begun)
+        if fewer > 0 and not begins:
+            falls[now] = fewer
+    return falls
 
 
 def slow_replica(facts: RunFacts, threshold: float) -> Problem | None:
@@ -113,16 +124,29 @@ def stall(facts: RunFacts, threshold: float) -> Problem | None:
     if process is None or process.state != "running" or process.written is None:
         return None
     silence = facts.now - process.written
-    steps = [line["time/step_s"] for line in facts.lines[-20:] if line.get("time/step_s")]
-    usual = median(steps) if steps else 0.0
-    limit = max(_LEAST_SILENCE_S, threshold * usual) if steps else _START_S
-    if silence <= limit:
+    work, usual = _usual_work(facts)
+    if silence <= (_START_S if usual is None else max(_LEAST_SILENCE_S, threshold * usual)):
         return None
     step = facts.lines[-1]["step"] if facts.lines else None
-    evidence = [Reading("seconds since the run last wrote", step, silence), Reading("usual step, seconds", step, usual)]
-    return Problem(
-        f"nothing was written for {silence:.0f} s, a step usually takes {usual:.2g} s; {_doing(facts)}", evidence
-    )
+    sentence, evidence = f"nothing was written for {silence:.0f} s", []
+    evidence.append(Reading("seconds since the run last wrote", step, silence))
+    if usual is not None:
+        sentence += f", {work} usually takes {usual:.2g} s"
+        evidence.append(Reading(f"usually for {work}, seconds", step, usual))
+    return Problem(f"{sentence}; {_doing(facts)}", evidence)
+
+
+def _usual_work(facts: RunFacts) -> tuple[str, float | None]:
+    """What the run is at, a step or an evaluation, and the seconds after which it usually writes; None: nobody knows,
+    as while it starts and in its first evaluation."""
+    doing = [str(span.get("name")) for span in facts.spans]
+    evaluates = any(name.startswith("evaluating") for name in doing)
+    if any(name.startswith("starting") for name in doing):
+        return "a start", None
+    phases = ("evaluation",) if evaluates else PHASES
+    lines = [line for line in facts.lines if line.get("phase") in phases and line.get("time/step_s")]
+    seconds = [line["time/step_s"] for line in lines[-20:]]
+    return "an evaluation" if evaluates else "a step", median(seconds) if seconds else None
 
 
 def _doing(facts: RunFacts) -> str:
@@ -135,16 +159,21 @@ def gone(facts: RunFacts, threshold: float) -> Problem | None:
     process = facts.whereabouts
     if process is None or process.state in ("running", "unknown"):
         return None
-    end, planned = end_of(facts.status, facts.events), facts.setting("controller.num_steps", "?")
+    end = end_of(facts.status, facts.events)
     if _finished(facts) and end.get("kind") != "run_failed":  # which it may after its last evaluation
         return None
     if process.state == "elsewhere" and facts.now - (process.written or facts.now) <= threshold:
         return None
-    phase, step = (facts.lines[-1]["phase"], facts.lines[-1]["step"]) if facts.lines else ("start-up", 0)
+    phase, step = next(
+        ((line["phase"], line["step"]) for line in reversed(facts.lines) if line.get("phase") in PHASES),
+        ("start-up", 0),
+    )
+    setting = f"{phase if phase in ('supervised', 'preference') else 'controller'}.num_steps"
+    planned = facts.setting(setting, "?")
     if end.get("kind") in ("preempted", "interrupted"):
         return None  # as it was asked to
     why = process.ended or end.get("text") or "it left no reason: it was killed, or its host failed"
-    evidence = [Reading("last step", step, phase), Reading("controller.num_steps", None, planned)]
+    evidence = [Reading("last step", step, phase), Reading(setting, None, planned)]
     if process.pid is not None:
         evidence.append(Reading(f"pid on {process.host}", None, process.pid))
     return Problem(f"the run ended in the {phase} phase at step {step} of {planned}: {why}", evidence)
@@ -323,7 +352,8 @@ LIVENESS = (
         "liveness",
         stall,
         threshold=20,
-        means="times the usual step, and at least 60 s, without a sign of life",
+        means="times the usual step (while it evaluates: evaluation), and at least 60 s, without a sign of life; 300 s "
+        "in a start and a first evaluation",
         reads="when metrics, tables and checkpoints were last written",
         advice="look at the newest lines in logs/; a reward, an environment or a collective may hang: "
         "`py-spy dump --pid` shows where; `--max-restarts` begins again by itself",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from torchtitan_rl.health.facts import Reading, RunFacts, Series
 from torchtitan_rl.health.rules.rule import RECENT, Problem, Rule, batches, few, first, middle, worst
 
-__all__ = ["NUMERICS"]
+__all__ = ["NUMERICS", "bad_steps"]
 
 _USUAL_FLOAT32, _USUAL_BFLOAT16, _USUAL_LAG = 1e-6, 1e-4, 1e-2
 """Nats per token; see docs/numerics.md."""
@@ -87,18 +88,21 @@ def clip_share(facts: RunFacts, threshold: float) -> Problem | None:
 
 def steps_skipped(facts: RunFacts, threshold: float) -> Problem | None:
     """Optimizer steps were skipped, or had a loss that is not finite."""
-    bad: Series = []
-    for line in facts.lines:
-        for name in ("optim/skipped", "critic/skipped"):
-            if line.get(name):
-                bad.append(Reading(name, line["step"], line[name]))
-        if not math.isfinite(line.get("loss/mean", 0.0)) and not line.get("optim/skipped"):
-            bad.append(Reading("loss/mean", line["step"], line["loss/mean"]))
+    bad = [reading for line in facts.lines for reading in bad_steps(line)]
     number = sum(1 if reading.name == "loss/mean" else int(reading.value) for reading in bad)
     if not number or number < threshold:
         return None
     sentence = f"{number} optimizer steps had a gradient or a loss that is not finite, the first at step {bad[0].step}"
     return Problem(f"{sentence}; skipped steps change nothing", bad[:10])
+
+
+def bad_steps(line: dict[str, Any]) -> Series:
+    """The numbers of a line, of any phase, that tell of optimizer steps that were skipped or had a loss that is not
+    finite."""
+    bad = [Reading(name, line["step"], line[name]) for name in ("optim/skipped", "critic/skipped") if line.get(name)]
+    if not math.isfinite(line.get("loss/mean", 0.0)) and not line.get("optim/skipped"):
+        bad.append(Reading("loss/mean", line["step"], line["loss/mean"]))
+    return bad
 
 
 def _lacks_ages(facts: RunFacts) -> str:
