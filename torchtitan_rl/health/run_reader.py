@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_rl.metrics import PHASES
 from torchtitan_rl.record import attempts
 from torchtitan_rl.record.curves import final_evaluations
+from torchtitan_rl.record.json_lines import parsed
 from torchtitan_rl.record.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Run:
     def config(self) -> dict[str, Any]:
         """The resolved config; {} where config.json is missing or was cut off."""
         try:
-            config = json.loads(self.directory.config_file.read_text(encoding="utf-8"))
+            config = parsed(self.directory.config_file.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
         return config if isinstance(config, dict) else {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import socket
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torchtitan_rl.health.run_reader import Run
+from torchtitan_rl.record.json_lines import parsed
 from torchtitan_rl.record.status import ENDS, HEARTBEAT_S
 
 __all__ = ["Pulse", "Whereabouts", "end_of", "pulse", "seconds_since", "whereabouts"]
@@ -91,7 +91,7 @@ def _is_locked(inode: int, pid: int) -> bool:
 
 def _reason(file: Path) -> str:
     try:
-        return str(json.loads(file.read_text(encoding="utf-8")).get("reason", ""))
+        return str(parsed(file.read_text(encoding="utf-8")).get("reason", ""))
     except (OSError, ValueError, AttributeError):
         return ""
 

@@ -135,19 +135,20 @@ class RunDir:
     def read_metrics(self) -> list[dict[str, Any]]:
         """Every complete line, in order; [] before the first line. A last line that a crash cut off is left out.
 
-        Raises RuntimeError when a line is not JSON.
+        Raises RuntimeError when a line is not JSON, or not UTF-8.
         """
         if not self.metrics_file.exists():
             return []
-        lines = self.metrics_file.read_text(encoding="utf-8").split("\n")[:-1]
+        lines = self.metrics_file.read_bytes().split(b"\n")[:-1]
         metrics = []
         for number, line in enumerate(lines, 1):
             try:
                 metrics += [_decode(parsed(line))] if line else []
-            except json.JSONDecodeError as error:
+            except ValueError as error:
+                shown = line.decode(errors="replace")[:80]
                 raise RuntimeError(
-                    f"{self.metrics_file}, line {number}: holds a line that is not JSON ({error}): {error.doc[:80]!r}; "
-                    "remove that line"
+                    f"{self.metrics_file}, line {number}: holds a line that is not JSON ({error}): {shown!r}; remove "
+                    "that line"
                 ) from error
         return metrics
 

@@ -141,7 +141,7 @@ class Table:
                 return pa.Table.from_pylist(list(self._read_lines(lines)), schema=self.schema)
 
     def _read_lines(self, file: Path) -> Iterator[dict[str, Any]]:
-        for number, line in enumerate(file.read_text(encoding="utf-8").split("\n")[:-1], 1):
+        for number, line in enumerate(file.read_bytes().split(b"\n")[:-1], 1):
             try:
                 record = parsed(line)
             except ValueError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from torchtitan_rl.health.facts import duration, spans_of
 from torchtitan_rl.health.rules.rule import Finding
 from torchtitan_rl.health.run_reader import Run
 from torchtitan_rl.health.whereabouts import end_of, pulse, seconds_since, whereabouts
+from torchtitan_rl.record.json_lines import parsed
 from torchtitan_rl.record.status import FILE
 from torchtitan_rl.tools.series import Series
 
@@ -87,7 +87,7 @@ def health_of(run: Run, series: Series, findings: Sequence[Finding] = ()) -> Hea
 
 def _status(path: Path, missing: list[str]) -> dict[str, Any]:
     try:
-        status = json.loads((path / "status.json").read_text(encoding="utf-8"))
+        status = parsed((path / "status.json").read_text(encoding="utf-8"))
         if isinstance(status, dict):
             return status
         missing.append("status.json: holds no object")

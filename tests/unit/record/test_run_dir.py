@@ -98,6 +98,15 @@ def test_a_line_cut_off_by_a_crash_is_left_out_and_a_broken_one_is_an_error(tmp_
         run_dir.read_metrics()
 
 
+def test_a_line_that_is_no_text_is_named(tmp_path):
+    run_dir = RunDir.create(tmp_path)
+    run_dir.log_metrics(LINE)
+    with run_dir.metrics_file.open("ab") as file:
+        file.write(b'{"step": 4, "phase": "\xff"}\n')
+    with pytest.raises(RuntimeError, match=r"line 2: holds a line that is not JSON .*byte 0xff.*; remove that line"):
+        run_dir.read_metrics()
+
+
 def test_config(tmp_path):
     run_dir = RunDir.create(tmp_path)
     run_dir.write_config({"seed": 0, "trainer": {"lr": 0.003, "betas": (0.9, 0.95)}, "clip_high": math.inf})

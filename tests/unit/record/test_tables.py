@@ -97,3 +97,12 @@ def test_a_column_that_the_schema_lacks_is_refused(tmp_path):
     with pytest.raises(ValueError, match="table=ledger: has no column rewards; its columns are step, text"):
         table.append([{"rewards": 1.0}])
     assert not table
+
+
+def test_a_line_that_is_no_text_is_named(tmp_path):
+    table = Table(tmp_path / "rollouts", SCHEMA)
+    table.append([FULL])
+    with open(table.directory / "000001.jsonl", "ab") as file:
+        file.write(b'{"step": 4, "text": "\xff"}\n')
+    with pytest.raises(RuntimeError, match=r"000001.jsonl, line 2: is not JSON .*byte 0xff.*; remove that line"):
+        list(table.read())

@@ -92,7 +92,8 @@ def test_events_are_newest_first_and_counted(run_dir):
 
 
 @pytest.mark.parametrize(
-    "status", ["", '{"at": "2026', "[]", '{"at": 3, "spans": [1], "replicas": [], "pid": "x"}', '{"spans": 7}']
+    "status",
+    ["", '{"at": "2026', "[]", '{"at": 3, "spans": [1], "replicas": [], "pid": "x"}', '{"spans": 7}', "[" * 50_000],
 )
 def test_half_a_status_is_named(run_dir, status):
     (run_dir.path / "status.json").write_text(status)
@@ -100,6 +101,15 @@ def test_half_a_status_is_named(run_dir, status):
     (run_dir.path / "events" / "000001.jsonl").write_text("?\n")
     health = look(run_dir)
     assert health.state == "unknown" and not health.good and any("events/" in what for what in health.missing)
+
+
+def test_files_that_are_nested_too_deep_are_no_json(run_dir):
+    for name in ("config.json", "ended.json"):
+        (run_dir.path / name).write_text("[" * 50_000)
+    put(run_dir)
+    health = look(run_dir)
+    assert health.state == "running" and "config.json is missing or cut off" in health.missing
+    assert attempts.reason_of_end(run_dir) == "ended.json does not say, it was cut off; the log does"
 
 
 def test_an_empty_directory_says_what_is_missing(tmp_path):
