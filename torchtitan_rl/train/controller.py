@@ -466,7 +466,8 @@ class Controller(AbstractAsyncContextManager):
             config = dataclasses.replace(config, algorithm=self.adaptive_kl.algorithm(config.algorithm))
         if self.adaptive_entropy is not None:
             config = dataclasses.replace(config, algorithm=self.adaptive_entropy.algorithm(config.algorithm))
-        algorithm, self.state.phase = config.algorithm, "reinforcement"
+        algorithm = config.algorithm
+        self.state.phase = "reinforcement"  # a script may come here from its own warm start
         trained: list[Trained] = []
         explaining: AbstractAsyncContextManager[dict[str, float]] = nullcontext({})
         if self.explainer is not None:
