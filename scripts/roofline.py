@@ -175,7 +175,8 @@ def counted_traffic(flavor: str, checkpoint: Any) -> int | None:
 
 
 def rungs(device: Device) -> dict[str, dict[str, Any]]:
-    """Rungs of the engine ladder as a device last ran them, by name; of several runs the median."""
+    """Rungs of the engine ladder as a device last ran them, by name; of several runs the median. A column is None where
+    every run of the rung ended before it."""
     file = MEASURED / f"{device.name.lower()}.json"
     by_name: dict[str, list[dict[str, Any]]] = {}
     for rung in json.loads(file.read_text())["engine-ladder"]["values"]["rungs"]:
@@ -183,10 +184,14 @@ def rungs(device: Device) -> dict[str, dict[str, Any]]:
             by_name.setdefault(rung["rung"], []).append(rung)
     columns = [requests.column for requests in REQUESTS]
     return {
-        name: {column: statistics.median(rung[column] for rung in runs if rung[column] != "") for column in columns}
+        name: {column: _median([rung[column] for rung in runs if rung[column] != ""]) for column in columns}
         for name, runs in by_name.items()
         if any(rung[columns[0]] != "" for rung in runs)
     }
+
+
+def _median(figures: list[float]) -> float | None:
+    return statistics.median(figures) if figures else None
 
 
 def decoding() -> list[list[str]]:
@@ -211,9 +216,9 @@ def decoding() -> list[list[str]]:
                 measured: list[Any] = ["", "", "", ""]
                 if flavor == "0.6B":
                     names = ("v2-eager", "v2-graphs", "v2-graphs-ahead")
-                    rows = [rungs_by_device[device].get(name) for name in names]
-                    measured = ["" if row is None else _thousands(row[requests.column]) for row in rows]
-                    measured.append("" if rows[-1] is None else f"{rows[-1][requests.column] / bound:.0%}")
+                    figures = [rungs_by_device[device].get(name, {}).get(requests.column) for name in names]
+                    measured = ["" if figure is None else _thousands(figure) for figure in figures]
+                    measured.append("" if figures[-1] is None else f"{figures[-1] / bound:.0%}")
                 flops = requests.number * forward_flops(shape, 2 * requests.context)
                 table.append(
                     [

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from torchtitan_rl.families import DecoderShape
-
-__all__ = ["gpus", "process_memory", "PeakMemory", "peak_bf16_flops", "model_flops"]
+__all__ = ["gpus", "process_memory", "PeakMemory", "peak_bf16_flops"]
 
 # Dense bfloat16 FLOP/s from NVIDIA's data sheets, half of the figures with sparsity. The first name that is part of
 # the device's name counts.
@@ -71,9 +68,10 @@ class PeakMemory:
 
     def _watch(self) -> None:
         while True:
-            self.device = max(self.device, sum(int(gpu["memory.used"]) for gpu in gpus()))
-            for pid, used in process_memory().items():
-                self.processes[pid] = max(self.processes.get(pid, 0), used)
+            used = [gpu["memory.used"] for gpu in gpus()]  # `[N/A]` where a GPU does not say
+            self.device = max(self.device, sum(int(mib) for mib in used if mib.isdigit()))
+            for pid, mib in process_memory().items():
+                self.processes[pid] = max(self.processes.get(pid, 0), mib)
             if self._end.wait(0.5):
                 return
 
@@ -81,17 +79,3 @@ class PeakMemory:
 def peak_bf16_flops(name: str) -> float | None:
     """Dense bfloat16 FLOP/s of a GPU by its name; None for one that is not in the table."""
     return next((peak for part, peak in _PEAK_BF16.items() if part in name), None)
-
-
-def model_flops(shape: DecoderShape, num_tokens: float, mean_length: float) -> float:
-    """Floating-point operations of a forward and a backward over tokens of causal documents of this mean length.
-
-    6 x parameters that multiply + 12 x layers x heads x head size x mean context, per token: a multiply-add counts
-    two, the backward costs twice the forward; the context of a token is itself and what precedes it, (length + 1) / 2
-    on average for documents of one length. An embedding that is not tied only looks up. What activation checkpointing
-    and the chunked head compute again does not count. Chowdhery et al. 2022, "PaLM", https://arxiv.org/abs/2204.02311,
-    appendix B.
-    """
-    parameters = shape.num_parameters - (0 if shape.tie_embeddings else shape.vocab_size * shape.dim)
-    attention = 12 * shape.n_layers * shape.n_heads * shape.head_dim * (mean_length + 1) / 2
-    return num_tokens * (6 * parameters + attention)

@@ -129,7 +129,7 @@ Sample = Callable[[list[Request]], list[Completion]]
 
 
 @contextmanager
-def our_engine(rung: Rung, model_dir: Path, model: ModelConfig, result: Result, tiny: bool) -> Iterator[Sample]:
+def our_engine(rung: Rung, model_dir: Path, result: Result, tiny: bool) -> Iterator[Sample]:
     """Our engine, with the weights of `model_dir`. When the block has ended, sleeps and wakes where the rung asks."""
     from safetensors.torch import load_file
 
@@ -155,7 +155,7 @@ def our_engine(rung: Rung, model_dir: Path, model: ModelConfig, result: Result, 
 
 
 @contextmanager
-def plain_engine(rung: Rung, model_dir: Path, model: ModelConfig, result: Result, tiny: bool) -> Iterator[Sample]:
+def plain_engine(rung: Rung, model_dir: Path, result: Result, tiny: bool) -> Iterator[Sample]:
     """vLLM's `LLM` with vLLM's Qwen3 and vLLM's defaults: compiled, graphs, scheduling ahead, a process of its own."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if tiny else "1"
     start = time.perf_counter()
@@ -195,7 +195,7 @@ def climb(rung: Rung, model_dir: Path, result: Result, tiny: bool) -> None:
 
     vocab_size, shapes = resolve_shape(model).vocab_size, TINY_SHAPES if tiny else SHAPES
     engine = plain_engine if rung.plain else our_engine
-    with engine(rung, model_dir, model, result, tiny) as sample:
+    with engine(rung, model_dir, result, tiny) as sample:
         for shape, column in zip(shapes, SHAPES, strict=True):
             requests, completions, seconds = [], [], 0.0
             for round_number in range(ROUNDS):

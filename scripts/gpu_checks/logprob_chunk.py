@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from scripts.gpu_checks.configs import sized_model
-from scripts.gpu_checks.result import Result, run_check
+from scripts.gpu_checks.result import Result, largest_of, run_check
 from torchtitan_rl import platform
 from torchtitan_rl.actors.build import build_model
 from torchtitan_rl.algorithm.losses import importance_sampling
@@ -150,7 +150,7 @@ def rows(result: Result, name: str, tiny: bool, row: Callable[[int, str], dict])
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
     # bfloat16 products of other sizes round otherwise, each by up to 0.4%; thousands of them do not add up in a norm.
-    spread = max(norms.values()) / min(norms.values()) - 1 if norms else 0.0
+    spread = largest_of(norms.values()) / min(norms.values()) - 1 if norms else 0.0
     result.require(spread <= 1e-2, f"gradient norms={norms}: differ by {spread:.1%}, which no row should change")
 
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from torchtitan_rl.environment import end_with_parent
 
-__all__ = ["Result", "run_check"]
+__all__ = ["Result", "largest_of", "run_check"]
 
 _Finding = TypeVar("_Finding")
 
@@ -72,6 +73,13 @@ class Result:
         new = self._path.with_name(f"{self._path.name}.new")
         new.write_text(json.dumps({"status": self.status, "values": self.values, "problems": self.problems}))
         new.rename(self._path)  # whoever reads never meets half a file
+
+
+def largest_of(figures: Iterable[float]) -> float:
+    """The largest of some figures, or NaN where one is NaN: Python's `max` may pass over it, and no bound would fail.
+    Raises ValueError for no figure."""
+    figures = list(figures)
+    return math.nan if any(map(math.isnan, figures)) else max(figures)
 
 
 def run_check(

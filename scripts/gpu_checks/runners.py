@@ -13,7 +13,7 @@ from typing import Any
 
 from scripts.gpu_checks.configs import sized_model
 from scripts.gpu_checks.engines import random_weights, runner_of, started, untrained_dir
-from scripts.gpu_checks.result import Result, run_check
+from scripts.gpu_checks.result import Result, largest_of, run_check
 from torchtitan_rl.config.meshes import GeneratorConfig
 from torchtitan_rl.types import Request, SamplingParams
 
@@ -60,14 +60,14 @@ def sample(config: GeneratorConfig, tiny: bool) -> dict:
 
 def difference(one: dict, other: dict) -> tuple[float, float]:
     """(share of completions with the same tokens, largest difference of log-probabilities before the first token that
-    differs)."""
+    differs). The difference is NaN where one of them is."""
     same, largest = 0, 0.0
     for mine, theirs, logprobs, their_logprobs in zip(
         one["tokens"], other["tokens"], one["logprobs"], other["logprobs"], strict=True
     ):
         equal = next((i for i, (a, b) in enumerate(zip(mine, theirs)) if a != b), len(mine))
         same += equal == len(mine) == len(theirs)
-        largest = max([largest, *(abs(a - b) for a, b in zip(logprobs[:equal], their_logprobs[:equal]))])
+        largest = largest_of([largest, *(abs(a - b) for a, b in zip(logprobs[:equal], their_logprobs[:equal]))])
     return same / len(one["tokens"]), largest
 
 
@@ -89,16 +89,19 @@ def check(result: Result, args: argparse.Namespace) -> None:
                 "--result",
                 str(file),
             ]
+            code = None
             try:
-                subprocess.run(command + ["--tiny"] * args.tiny, timeout=LIMIT_S)
+                code = subprocess.run(command + ["--tiny"] * args.tiny, timeout=LIMIT_S).returncode
             except subprocess.TimeoutExpired:
                 result.require(False, f"{name}: had not ended after {LIMIT_S} s")
-            written: dict[str, Any] = {"problems": ["ended without a result"]}
+            written: dict[str, Any] = {"status": "crashed", "problems": []}
             if file.exists():
                 written = json.loads(file.read_text())
+            if code is not None and written["status"] not in ("passed", "failed"):
+                result.require(False, f"{name}: exit status {code} without an end; see the log")
             for problem in written["problems"]:
                 result.require(False, f"{name}: {problem}")
-            if written.get("status") == "passed":
+            if written["status"] == "passed":
                 measured[name] = written["values"]
                 result.note(**{name: {key: measured[name][key] for key in ("runner", "tokens_per_s")}})
     if len(measured) == len(RUNNERS):

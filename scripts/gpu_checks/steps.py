@@ -9,11 +9,12 @@ import os
 from typing import TYPE_CHECKING
 
 from scripts.gpu_checks.configs import STEPS, quickstart, steps
-from scripts.gpu_checks.device import PeakMemory, gpus, model_flops, peak_bf16_flops
-from scripts.gpu_checks.result import Result, run_check
+from scripts.gpu_checks.device import PeakMemory, gpus, peak_bf16_flops
+from scripts.gpu_checks.result import Result, largest_of, run_check
 from torchtitan_rl.actors.operations import WorkerProcess
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.families import DecoderShape
+from torchtitan_rl.model.flops import training_flops
 from torchtitan_rl.model.shape import resolve_shape
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ def costs(line: dict, shape: DecoderShape, device_name: str) -> dict[str, float]
     figures = {name: line[metric] for metric, name in SHOWN.items()}
     figures["train_s"], figures["tokens_trained_per_s"] = train_s, line["tokens/trained"] / train_s
     if peak := peak_bf16_flops(device_name):
-        flops = model_flops(shape, line["tokens/trained"], line["completion/length_mean"])
+        length = max(1, round(line["completion/length_mean"]))
+        flops = line["tokens/trained"] / length * training_flops(shape, [length])
         figures["mfu_of_train"], figures["mfu_of_step"] = flops / train_s / peak, flops / line["time/step_s"] / peak
     return {name: float(f"{value:.4g}") for name, value in figures.items()}
 
@@ -108,7 +110,12 @@ def check(result: Result, args: argparse.Namespace) -> None:
     lines = asyncio.run(train(result, config, whole=whole, local=local))
     wanted = config.controller.num_steps
     result.require(len(lines) == wanted, f"steps={len(lines)}: {wanted} were asked for")
-    largest = max(line["mismatch/kl"] for line in lines)
+    judge(result, lines)
+
+
+def judge(result: Result, lines: list[dict]) -> None:
+    """Fails the check when generator and trainer disagree, or a gradient is not finite or always 0."""
+    largest = largest_of(line["mismatch/kl"] for line in lines)
     result.note(mismatch_kl_max=float(f"{largest:.2e}"))
     result.require(
         largest <= MAX_KL, f"mismatch/kl={largest:.1e}: generator and trainer differ by more than {MAX_KL:g}"

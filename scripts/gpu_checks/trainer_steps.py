@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from scripts.gpu_checks.configs import sized_model
-from scripts.gpu_checks.device import model_flops, peak_bf16_flops
+from scripts.gpu_checks.device import peak_bf16_flops
 from scripts.gpu_checks.logprob_chunk import microbatch
 from scripts.gpu_checks.result import Result, run_check
 from torchtitan_rl import platform
@@ -25,6 +25,7 @@ from torchtitan_rl.algorithm.losses import importance_sampling
 from torchtitan_rl.config.meshes import LoRAConfig, TrainerConfig
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.model import lora
+from torchtitan_rl.model.flops import training_flops
 from torchtitan_rl.model.train_step import accumulate_gradients, clip_and_step
 from torchtitan_rl.types import OptimParams
 
@@ -177,7 +178,7 @@ def measure(row: Row, device: torch.device, tiny: bool) -> dict[str, Any]:
     seconds = statistics.median(forward_backward + clip_step for forward_backward, clip_step, _ in steps)
     tokens, norm = row.tokens * row.microbatches, steps[-1][2]
     peak = peak_bf16_flops(torch.cuda.get_device_name()) if device.type == "cuda" else None
-    flops = model_flops(trainer.shape, tokens, length)
+    flops = training_flops(trainer.shape, [length] * (tokens // length), adapters=row.adapters)
     if not math.isfinite(norm):
         raise RuntimeError(f"gradient norm={norm}: is not finite")
     return {
@@ -187,7 +188,7 @@ def measure(row: Row, device: torch.device, tiny: bool) -> dict[str, Any]:
         "step_s": round(seconds, 4),
         "forward_backward_s": round(statistics.median(step[0] for step in steps), 4),
         "clip_step_s": round(statistics.median(step[1] for step in steps), 4),
-        # Of the bfloat16 peak in every dtype; with adapters as if the base were trained too, so it looks too high.
+        # Of the bfloat16 peak in every dtype.
         "mfu": round(flops / seconds / peak, 4) if peak else "",
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if device.type == "cuda" else "",
         "build_s": round(built - start, 1),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from scripts.gpu_checks.configs import sized_model
 from scripts.gpu_checks.engines import random_weights, runner_of, started, untrained_dir
-from scripts.gpu_checks.result import Result, run_check
+from scripts.gpu_checks.result import Result, largest_of, run_check
 from torchtitan_rl import platform
 from torchtitan_rl.config.meshes import GeneratorConfig
 from torchtitan_rl.types import Request, SamplingParams
@@ -22,6 +22,13 @@ def opposite_versions(weights: dict) -> list[dict]:
     """Two versions that differ in the last norm alone, whose sign turns every logit's: what the attention cache holds
     is the same for both, and the log-probability of a token tells which of them has sampled it."""
     return [weights | {"norm.weight": scale * weights["norm.weight"]} for scale in (4, -4)]
+
+
+def judge(result: Result, differences: list[float]) -> None:
+    """Fails the check unless every token has nearly the log-probability that the version of its label gives it."""
+    result.note(difference_max=round(largest_of(differences), 4))
+    wrong = sum(not difference <= MAX_DIFFERENCE for difference in differences)  # NaN is wrong too
+    result.require(wrong == 0, f"{wrong} of {len(differences)} tokens: are not of the version of their label")
 
 
 def check(result: Result, args: argparse.Namespace) -> None:
@@ -62,11 +69,8 @@ def check(result: Result, args: argparse.Namespace) -> None:
         for t, (logprob, version) in enumerate(zip(completion.logprobs, completion.policy_versions, strict=True)):
             differences.append(abs(logprob - float(scored[version % 2][i][first + t])))
             apart.append(abs(logprob - float(scored[1 - version % 2][i][first + t])))
-    result.note(
-        difference_max=round(max(differences), 4), difference_to_the_other_mean=round(sum(apart) / len(apart), 3)
-    )
-    wrong = sum(difference > MAX_DIFFERENCE for difference in differences)
-    result.require(wrong == 0, f"{wrong} of {len(differences)} tokens: are not of the version of their label")
+    result.note(difference_to_the_other_mean=round(sum(apart) / len(apart), 3))
+    judge(result, differences)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Bounds of a step, worked out by hand."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,17 @@ def test_a_step_of_one_token_reads_the_experts_that_it_is_sent_to():
 def test_what_is_not_counted_lowers_no_ceiling():
     seconds = roofline.TrainingSeconds(products=3.0, again=1.0, logits=2.0, between=None, optimizer=None)
     assert seconds.ceiling("again", "logits") == seconds.ceiling("again", "logits", "between", "optimizer") == 0.5
+
+
+def test_a_rung_that_ended_between_its_shapes_has_no_figure_of_the_second(tmp_path, monkeypatch):
+    first, second = (requests.column for requests in roofline.REQUESTS)
+    rungs = [{"rung": "v2-graphs", first: 2.0, second: ""}, {"rung": "v2-graphs", first: 4.0, second: ""}]
+    (tmp_path / "h100.json").write_text(json.dumps({"engine-ladder": {"values": {"rungs": rungs}}}))
+    monkeypatch.setattr(roofline, "MEASURED", tmp_path)
+    assert roofline.rungs(H100) == {"v2-graphs": {first: 3.0, second: None}}
+    monkeypatch.setattr(roofline, "DEVICES", (H100,))
+    cells = [row[7:] for row in roofline.decoding() if row[0] == "0.6B"]
+    assert cells == [["", "3", "", ""], ["", "", "", ""]]
 
 
 @pytest.mark.parametrize("name", roofline.TABLES)

@@ -25,6 +25,7 @@ from torchtitan_rl.config.meshes import AdamWConfig, TrainerConfig
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.dispatch.mesh_training_client import MeshTrainingClient
 from torchtitan_rl.launch.actors import ActorLauncher
+from torchtitan_rl.tools.bench.controlled import CLIP, LR, MAX_NORM
 from torchtitan_rl.tools.bench.generation import CALL_S
 from torchtitan_rl.tools.bench.measurement import OURS, Measurement, Repeat
 from torchtitan_rl.tools.bench.side import Once, OpenSide, in_turn, opened
@@ -35,7 +36,6 @@ from torchtitan_rl.types import Datum
 __all__ = ["TORCH", "BareTrainer", "bare_torch", "measure_training", "training_batch"]
 
 TORCH = "bare torch"
-_LR, _CLIP, _MAX_NORM = 1e-6, 0.2, 1.0
 _MICROBATCHES = (8, 16, 32)
 """Sequences of a padded microbatch that the bare loop tries; it keeps the fastest."""
 _LOGITS_BYTES = 2**29
@@ -88,9 +88,9 @@ def training_batch(workload: Workload, lengths: Lengths, repeat: int) -> list[Da
 async def _ours(workload: Workload, model: Path, timeline: Path) -> AsyncIterator[Once]:
     """The policy's trainer as a run has it, and its client in this process."""
     recorder = StepRecorder(timeline)
-    config = TrainerConfig(optimizer=AdamWConfig(lr=_LR))
+    config = TrainerConfig(optimizer=AdamWConfig(lr=LR))
     config.training.seq_len, config.training.mixed_precision_param = workload.context, workload.dtype
-    config.training.max_norm = _MAX_NORM
+    config.training.max_norm = MAX_NORM
     launcher = ActorLauncher(log_dir=None, start_timeout_s=CALL_S, call_timeout_s=CALL_S)
     try:
         model_config = ModelConfig(assets=str(model), shape=workload.shape, pretrained=True)
@@ -145,7 +145,7 @@ class BareTrainer:
                 str(directory), dtype=torch.float32, attn_implementation="sdpa"
             )
         self._model: Any = model.train().to(self.device)
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=_LR, weight_decay=0.0, fused=True)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LR, weight_decay=0.0, fused=True)
         self.loss = 0.0
         """Of the last step."""
 
@@ -165,7 +165,7 @@ class BareTrainer:
             count = max(1, min(size, fitting))
             self.loss += self._backward(ordered[:count])
             del ordered[:count]
-        torch.nn.utils.clip_grad_norm_(self._model.parameters(), _MAX_NORM)
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), MAX_NORM)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         if self.device.type == "cuda":
@@ -189,7 +189,7 @@ class BareTrainer:
             logits_BLV = self._model(input_ids=tokens_BL, use_cache=False, logits_to_keep=num_targets).logits.float()
         logprobs_BL = logits_BLV.log_softmax(-1).gather(2, targets_BL[..., None])[..., 0]
         ratio_BL = (logprobs_BL - old_BL).exp()
-        objective_BL = torch.minimum(ratio_BL * advantages_BL, ratio_BL.clamp(1 - _CLIP, 1 + _CLIP) * advantages_BL)
+        objective_BL = torch.minimum(ratio_BL * advantages_BL, ratio_BL.clamp(1 - CLIP, 1 + CLIP) * advantages_BL)
         loss = -(weights_BL * objective_BL).sum()
         loss.backward()
         return loss.item()
