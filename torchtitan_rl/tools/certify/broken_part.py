@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -55,7 +56,7 @@ def broken_part(subject: Subject, tokens: list[int]) -> str:
     for name in here.order:  # inner parts end before the parts that they are in
         attention, _, last = name.rpartition(".")
         if last == "rope":
-            if not _rotated_alike(here, there, name, pairs[attention]):
+            if not _rotated_alike(here, there, name, pairs[attention], reference):
                 return f"{name} (its form or scaling, or the order of rows in wq and wk)"
         elif _broken(here, name, there, pairs[name]):
             return name
@@ -127,30 +128,27 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(difference <= _SAME * max(1e-3, float(other.abs().max())))
 
 
-def _rotated_alike(here: _Calls, there: _Calls, rope: str, attention: str) -> bool:
+def _rotated_alike(here: _Calls, there: _Calls, rope: str, attention: str, reference: Any) -> bool:
     """Whether rotated queries and keys have the products that transformers' have. Products do not depend on the order
-    in which a head's dimensions are stored. True also where they differ before they are rotated."""
+    in which a head's dimensions are stored. True also where they differ before they are rotated, and where transformers
+    makes queries or keys by other parts than one projection each, such as latent attention's."""
     queries, keys = here.outputs[rope][:2]
-    plain = [
-        next(
-            there.outputs[name][0]
-            for name in (f"{attention}.{part}_norm", f"{attention}.{part}_proj")
-            if name in there.outputs
-        )
-        for part in ("q", "k")
-    ]
-    plain = [rows.view(*x.shape) for rows, x in zip(plain, (queries, keys))]
+    plain = [_before_rotation(there, attention, part) for part in ("q", "k")]
+    rotate = getattr(sys.modules[type(reference.get_submodule(attention)).__module__], "apply_rotary_pos_emb", None)
+    if rotate is None or plain[0] is None or plain[1] is None:
+        return True
+    # A rope may be given the part of each head that is rotated alone: the first dimensions.
+    plain = [rows.view(*x.shape[:3], -1)[..., : x.shape[-1]] for rows, x in zip(plain, (queries, keys))]
     if not _alike(_products(*here.inputs[rope][:2]), _products(*plain)):
         return True
     cos, sin = next(there.outputs[name] for name in there.order if name.endswith("rotary_emb"))
-    return _alike(_products(queries, keys), _products(*(_rotate(rows, cos, sin) for rows in plain)))
+    rotated = rotate(*plain, cos, sin, unsqueeze_dim=2)  # each model's own: the form of cos and sin is its affair
+    return _alike(_products(queries, keys), _products(*rotated))
 
 
-def _rotate(rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    cos, sin, size = cos[:, :, None], sin[:, :, None], cos.shape[-1]
-    turned, rest = rows[..., :size], rows[..., size:]
-    first, second = turned.chunk(2, -1)
-    return torch.cat((turned * cos + torch.cat((-second, first), -1) * sin, rest), -1)
+def _before_rotation(there: _Calls, attention: str, part: str) -> torch.Tensor | None:
+    names = (f"{attention}.{part}_norm", f"{attention}.{part}_proj")
+    return next((there.outputs[name][0] for name in names if name in there.outputs), None)
 
 
 def _products(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

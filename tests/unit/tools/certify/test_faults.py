@@ -6,7 +6,8 @@ import math
 import pytest
 
 from tests.unit.tools.certify import faults
-from torchtitan_rl.families import shape_of_hf
+from torchtitan_rl.families import BUILT_IN, shape_of_hf
+from torchtitan_rl.tools.certify.broken_part import broken_part
 from torchtitan_rl.tools.certify.certification import Certification, certify
 from torchtitan_rl.tools.certify.small_config import debug_config, small_config
 from torchtitan_rl.tools.certify.subject import Subject
@@ -102,6 +103,13 @@ def test_vllms_own_model_is_not_run_where_it_has_a_fault(tmp_path):
     fault = "vLLM's own Qwen2 makes every head of size dim / n_heads = 12, not of model.shape.head_dim="
     assert alone.difference is None and alone.note.startswith(fault)
     assert in_runs.difference is None and in_runs.note.startswith(f"generator.model_impl='vllm': {fault}")
+
+
+@pytest.mark.parametrize("name", [family.name for family in BUILT_IN])
+def test_a_healthy_family_has_no_broken_part_before_the_head(name, tmp_path):
+    hf = debug_config(name)
+    subject = Subject.of(shape_of_hf(hf, "m"), hf, tmp_path)
+    assert broken_part(subject, subject.documents[0]) == "lm_head"
 
 
 def test_a_family_without_adapters_has_a_line_that_says_so(tmp_path):
