@@ -48,11 +48,11 @@ async def _certify(args: argparse.Namespace) -> int:
     from torchtitan_rl.tools.certify.small_config import small_config
 
     try:
-        text, output = _config_text(args)
+        text, hf, output = _config(args)
         _require_writable(output)
-        hf = json.loads(text)
-        shape_of, small = _reader(args), small_config(hf)
+        shape_of = _reader(args)
         shape_of(hf, f"model={args.model!r}")  # refuses a model that the family does not compute
+        small = small_config(hf)
         shape = shape_of(small, f"model={args.model!r}, made small")
         shape.max_seq_len = small["max_position_embeddings"]  # a scaled rotary embedding may cover more
         began = time.monotonic()
@@ -88,18 +88,22 @@ def _require_writable(directory: Path) -> None:
         raise ValueError(f"--output={directory}: cannot be written; give --output DIR, a directory that can")
 
 
-def _config_text(args: argparse.Namespace) -> tuple[str, Path]:
-    """The text of the config.json, and where the certificate goes."""
+def _config(args: argparse.Namespace) -> tuple[str, dict[str, Any], Path]:
+    """The text of the config.json, what it says, and where the certificate goes."""
+    from torchtitan_rl.families import read_config_json
     from torchtitan_rl.tools.certify.small_config import debug_config
     from torchtitan_rl.train.start import dated
 
     directory = Path(args.model).expanduser()
     if not directory.is_dir():
         output = args.output or dated(f"certify-{args.model}")
-        return json.dumps(debug_config(args.model)), Path(output)
+        hf = debug_config(args.model)
+        return json.dumps(hf), hf, Path(output)
     if not (directory / "config.json").exists():
         raise ValueError(f"model={args.model!r}: has no config.json; give the directory of a model, or a family")
-    return (directory / "config.json").read_text(), Path(args.output or directory)
+    file = directory / "config.json"
+    hf = read_config_json(file, f"model={args.model!r}")
+    return file.read_text(), hf, Path(args.output or directory)
 
 
 def _reader(args: argparse.Namespace) -> Any:
@@ -126,11 +130,13 @@ def _layouts(text: str) -> tuple[tuple[int, int], ...]:
     try:
         layouts = [tuple(map(int, layout.split("x"))) for layout in text.split(",") if layout]
         meshes = tuple((shard, tensor) for shard, tensor in layouts)
-        if any(min(mesh) < 1 for mesh in meshes):
-            raise ValueError("a mesh has at least one rank")
-        return meshes
+        if not meshes or any(min(mesh) < 1 for mesh in meshes):
+            raise ValueError("at least one mesh, of at least one rank")
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r}: write FSDPxTP, such as 2x1,1x2,2x2") from None
+    if (1, 1) in meshes:
+        raise argparse.ArgumentTypeError(f"{text!r}: 1x1 is the one rank that layouts are compared with; leave it out")
+    return meshes
 
 
 def _note(title: str, began: float, quiet: bool) -> None:

@@ -304,8 +304,11 @@ def _num_positions(number: int, scaling: dict[str, Any]) -> int:
 
 
 def read_config_json(path: Path, where: str) -> dict[str, Any]:
-    """The content of a `config.json`. Raises ValueError, beginning with `where`, for a file that is not JSON."""
+    """The content of a `config.json`. Raises ValueError, beginning with `where`, for a file that is no JSON object."""
     try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+        content = json.loads(path.read_text())
+    except ValueError as error:
         raise ValueError(f"{where}: its config.json is not JSON ({error}); fetch the directory again") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{where}: its config.json holds no JSON object; fetch the directory again")
+    return content

@@ -17,6 +17,7 @@ __all__ = [
     "missing_weights",
     "pad_token_id",
     "read_shape",
+    "token_ids",
     "weight_files",
     "write_model_dir",
 ]
@@ -45,6 +46,25 @@ def assets_dir(config: ModelConfig) -> Path:
             f"or one of {sorted(BUILTIN_ASSETS)}"
         )
     return path
+
+
+def token_ids(directory: Path, where: str) -> dict[str, int] | None:
+    """Text of each token -> its id, by a directory's tokenizer.json; None where it has none. Raises ValueError,
+    beginning with `where`, for a file that is no tokenizer."""
+    file = directory / "tokenizer.json"
+    if not file.is_file():
+        return None
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        vocab = content["model"].get("vocab", {})
+        if isinstance(vocab, list):  # of a unigram tokenizer, whose ids are places: (text, score)
+            vocab = {text: place for place, (text, _) in enumerate(vocab)}
+        return vocab | {token["content"]: token["id"] for token in content.get("added_tokens", [])}
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"{where}: its tokenizer.json is no tokenizer ({type(error).__name__}: {error}); fetch the directory "
+            "again, a pointer of git-lfs with `git lfs pull`"
+        ) from None
 
 
 def has_weights(config: ModelConfig) -> bool:

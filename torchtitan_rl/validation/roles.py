@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
-from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.config.run import RewardModelConfig, RunConfig
 from torchtitan_rl.families import DecoderShape
-from torchtitan_rl.model.files import assets_dir, has_weights
+from torchtitan_rl.model.files import assets_dir, has_weights, token_ids
 from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.tasks.curriculum import Curriculum
 
@@ -99,7 +96,9 @@ def _check_reward_model(role: RewardModelConfig, config: RunConfig, shape: Decod
         )
     if role.model is None:
         return
-    size, ours, theirs = resolve_shape(role.model).vocab_size, _token_ids(config.model), _token_ids(role.model)
+    size = resolve_shape(role.model).vocab_size
+    ours = token_ids(assets_dir(config.model), f"model.assets={config.model.assets!r}")
+    theirs = token_ids(assets_dir(role.model), f"{where}.model.assets={role.model.assets!r}")
     if theirs is None and size != shape.vocab_size or theirs is not None and theirs != ours:
         difference = f"a vocabulary of {size} tokens, the policy has {shape.vocab_size}"
         if theirs is not None and ours is not None:
@@ -128,13 +127,3 @@ def _check_checkpoint(checkpoint: Path, where: str) -> None:
         )
     if (checkpoint / "lora.json").is_file():
         raise ValueError(f"{where}: holds LoRA adapters only; export the model and give roles.reward_model.model")
-
-
-def _token_ids(model: ModelConfig) -> dict[str, int] | None:
-    """Text of each token -> its id; None where the directory has no tokenizer that says so."""
-    file = assets_dir(model) / "tokenizer.json"
-    content: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
-    vocab = content.get("model", {}).get("vocab")
-    if not isinstance(vocab, dict):
-        return None
-    return vocab | {token["content"]: token["id"] for token in content.get("added_tokens", [])}

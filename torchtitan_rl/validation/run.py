@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -181,10 +180,8 @@ def _check_again(part: Any) -> None:
 
 def _tokenizer_size(directory: Path) -> int:
     """One more than the largest token id. Raises ValueError when there is no tokenizer."""
-    file = directory / "tokenizer.json"
-    if not file.exists():
-        raise ValueError(f"model.assets={str(directory)!r}: has no tokenizer.json; give a directory with a tokenizer")
-    content = json.loads(file.read_text())
-    ids = list(content["model"].get("vocab", {}).values()) if isinstance(content["model"].get("vocab"), dict) else []
-    ids += [token["id"] for token in content.get("added_tokens", [])]
-    return max(ids, default=-1) + 1
+    where = f"model.assets={str(directory)!r}"
+    ids = files.token_ids(directory, where)
+    if ids is None:
+        raise ValueError(f"{where}: has no tokenizer.json; give a directory with a tokenizer")
+    return max(ids.values(), default=-1) + 1

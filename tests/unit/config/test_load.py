@@ -352,6 +352,21 @@ def test_a_tokenizer_is_as_large_as_its_largest_id(tmp_path):
     assert "has 71 tokens" in invalid("model", "assets", value=str(tmp_path))
 
 
+def test_a_unigram_tokenizer_has_its_pieces_in_order(tmp_path):
+    pieces = [[f"piece {i}", -1.0] for i in range(90)]
+    content = {"model": {"type": "Unigram", "vocab": pieces}, "added_tokens": [{"id": 0, "content": "<unk>"}]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    assert "has 90 tokens" in invalid("model", "assets", value=str(tmp_path))
+
+
+@pytest.mark.parametrize("text", ["version https://git-lfs.github.com/spec/v1\noid sha256:aeb1\n", "[]", "{}"])
+def test_a_tokenizer_file_that_is_none(tmp_path, text):
+    (tmp_path / "tokenizer.json").write_text(text)
+    said = invalid("model", "assets", value=str(tmp_path))
+    assert said.startswith(f"model.assets={str(tmp_path)!r}: its tokenizer.json is no tokenizer (")
+    assert said.endswith("fetch the directory again, a pointer of git-lfs with `git lfs pull`")
+
+
 def test_assets_that_are_not_there():
     assert invalid("model", "assets", value="no/such/directory").startswith(
         "model.assets='no/such/directory': there is no such directory"

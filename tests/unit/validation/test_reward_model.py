@@ -81,6 +81,8 @@ def test_other_tokens_than_the_policys(classifier):
     vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
     (classifier / "tokenizer.json").write_text(json.dumps(tokenizer))
     assert "has another tokenizer than the policy: 'a' is 21, not 20" in refused(made)
+    (classifier / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1")
+    assert f"model.assets={str(classifier)!r}: its tokenizer.json is no tokenizer" in refused(made)
     (classifier / "tokenizer.json").unlink()
     validate(made)  # nothing says otherwise, and the sizes are equal
     sizes = json.loads((classifier / "config.json").read_text())
