@@ -25,16 +25,26 @@ from torchtitan_rl.tools.bench.machine import (
 )
 from torchtitan_rl.tools.bench.measurement import Measurement
 from torchtitan_rl.tools.bench.short_form import SHORT_TRAINING, worse_than_stored
-from torchtitan_rl.tools.bench.starting import measure_start
+from torchtitan_rl.tools.bench.starting import measure_start, quickstart_of
 from torchtitan_rl.tools.bench.workload import DTYPES, LENGTHS, LONGEST, SHAPES, SIZES, Workload
 
 __all__ = ["add_arguments", "run"]
 
-_FAMILY = ("qwen3",)
+_FAMILY, _SIZE = ("qwen3",), "3m"
 _REPEATS, _SHORT_REPEATS = 5, 3
 _PROMPTS, _SHORT_PROMPTS = 16, 8
 _BATCH = ("prompts", "group_size", "fixed_tokens")
 """Arguments that change the batch."""
+_WITH_MODEL = ("generate", "train", "sync", "step", "scale", "memory")
+_READ_BY = {
+    "size": (_SIZE, _WITH_MODEL),
+    "dtypes": (DTYPES, _WITH_MODEL),
+    "lengths": (LENGTHS, ("generate", "train", "step")),
+    "floors": (None, ("generate",)),
+    "against": ("", ("startup",)),
+    "floor_python": ("", ("step",)),
+}
+"""Argument -> its default, and the subjects that it changes."""
 
 
 class Result(Protocol):
@@ -47,7 +57,7 @@ class Result(Protocol):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("subjects", nargs="+", metavar="SUBJECT", help=", ".join(_SUBJECTS))
-    parser.add_argument("--size", choices=SIZES, default="3m", help="of the model; default: 3m")
+    parser.add_argument("--size", choices=SIZES, default=_SIZE, help=f"of the model; default: {_SIZE}")
     parser.add_argument(
         "--family",
         type=_of(tuple(SHAPES)),
@@ -61,7 +71,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="F,...",
         help="of generate; default: eager, and compiled where there is a C++ compiler",
     )
-    parser.add_argument("--lengths", type=_of(LENGTHS), default=LENGTHS, metavar="L,...", help="default: fixed,skewed")
+    parser.add_argument(
+        "--lengths",
+        type=_of(LENGTHS),
+        default=LENGTHS,
+        metavar="L,...",
+        help="of generate, train and step; default: fixed,skewed",
+    )
     parser.add_argument("--prompts", type=int, metavar="N", help=f"of generate and train; default: {_PROMPTS}")
     parser.add_argument(
         "--group-size", type=int, metavar="N", help="of generate and train: completions of a prompt; default: 8"
@@ -117,19 +133,21 @@ def run(args: argparse.Namespace) -> int:
     if not args.json:
         print(f"{args.device}, {platform.num_cores()} threads a process, {args.repeats} repeats", flush=True)
     results: list[Result] = []
-    for subject, workloads in _jobs(args):
-        measured = _measured(subject, workloads, args, note)
-        results += measured
-        if not args.json:  # as soon as it is known: a time limit may end the next subject
-            for result in measured:
-                print("\n".join(result.lines()), flush=True)
-    worse = worse_than_stored([result for result in results if isinstance(result, Measurement)]) if args.short else []
-    if args.json:
-        data = {"device": args.device, "threads": platform.num_cores(), "repeats": args.repeats}
-        json.dump(
-            data | {"measurements": [result.as_data() for result in results], "worse": worse}, sys.stdout, indent=1
-        )
-        print()
+    worse: list[str] = []
+    try:
+        for subject, workloads in _jobs(args):
+            measured = _measured(subject, workloads, args, note)
+            results += measured
+            if not args.json:  # as soon as it is known: a time limit may end the next subject
+                for result in measured:
+                    print("\n".join(result.lines()), flush=True)
+        if args.short:
+            worse = worse_than_stored([result for result in results if isinstance(result, Measurement)])
+    finally:  # a subject that fails, or a time limit, loses none that was measured before
+        if args.json:
+            data = {"device": args.device, "threads": platform.num_cores(), "repeats": args.repeats}
+            data |= {"measurements": [result.as_data() for result in results], "worse": worse}
+            print(json.dumps(data, indent=1), flush=True)
     for line in worse:
         say(f"error: {line}", event="error", level="error")
     return 1 if worse else 0
@@ -146,11 +164,18 @@ def _settle(args: argparse.Namespace) -> None:
     if args.short:
         if left_out := [subject for subject in args.subjects if subject not in ("generate", "train")]:
             raise ValueError(f"--short: has no stored ratio for {left_out[0]}; use it with generate and train")
-        if args.size != "3m" or args.dtypes != DTYPES or args.lengths != LENGTHS:
+        if args.size != _SIZE or args.dtypes != DTYPES or args.lengths != LENGTHS:
             raise ValueError("--short: says size, dtypes and lengths itself; leave --size, --dtypes, --lengths out")
         if args.family != _FAMILY or args.floors:
             raise ValueError("--short: has stored ratios of Qwen3 and vLLM eager; leave --family and --floors out")
+    for name, (default, readers) in _READ_BY.items():
+        if (value := getattr(args, name)) != default and not set(readers) & set(args.subjects):
+            flag, text = "--" + name.replace("_", "-"), ",".join(value) if isinstance(value, tuple) else repr(value)
+            raise ValueError(f"{flag}={text}: is for {', '.join(readers)}; name one of these, or leave it out")
+    if args.short:
         args.dtypes, args.floors = ("float32",), ("eager",)
+    if args.against:
+        quickstart_of(args.against)
     if args.subjects != ["generate"]:
         if args.family != _FAMILY:
             raise ValueError(f"--family={','.join(args.family)}: is for generate alone; name no other subject")
@@ -168,10 +193,6 @@ def _settle(args: argparse.Namespace) -> None:
     if args.fixed_tokens is not None and args.fixed_tokens > LONGEST:
         raise ValueError(f"--fixed-tokens={args.fixed_tokens}: must be at most {LONGEST}, the longest completion")
     args.floors = args.floors or (("eager",) if platform.missing_compiler() else tuple(generation.FLOORS))
-    if args.against and "startup" not in args.subjects:
-        raise ValueError(f"--against={args.against!r}: is for startup; name that subject, or leave it out")
-    if args.floor_python and "step" not in args.subjects:
-        raise ValueError(f"--floor-python={args.floor_python!r}: is for step; name that subject, or leave it out")
     args.repeats = args.repeats if args.repeats is not None else _SHORT_REPEATS if args.short else _REPEATS
     if args.repeats < 1:
         raise ValueError(f"--repeats={args.repeats}: must be at least 1")

@@ -13,6 +13,7 @@ from torchtitan_rl.launch.inventory import local_host
 from torchtitan_rl.model.memory import PROCESS_BYTES, generator_parts, trainer_parts
 from torchtitan_rl.tools.bench.generation import COMPILED
 from torchtitan_rl.tools.bench.measurement import OURS, OURS_COMPILED
+from torchtitan_rl.tools.bench.memory_use import process_memory
 from torchtitan_rl.tools.bench.stepping import LAGS, TRL
 from torchtitan_rl.tools.bench.syncing import MEMCPY
 from torchtitan_rl.tools.bench.training import TORCH
@@ -62,11 +63,21 @@ def check_compiler() -> None:
 
 
 def check_counts_memory(device: str) -> None:
-    """Raises CannotMeasure where processes of this package have their tensors in a GPU's memory."""
+    """Raises CannotMeasure where processes of this package have their tensors in a GPU's memory, and where the system
+    does not say what a process holds."""
     if device == "cuda":
         raise CannotMeasure(
             "--device=cuda: memory counts the machine's memory, not a GPU's; run it on a machine without a GPU, or ask "
             "`torchtitan-rl show` for what a config needs"
+        )
+    try:
+        own = process_memory(psutil.Process(), OURS)
+    except (KeyError, OSError):
+        own = None
+    if own is None:
+        raise CannotMeasure(
+            "/proc/PID/smaps_rollup: does not say here what a process holds, which memory counts by (Pss_Anon, "
+            "Pss_Shmem, Pss_File); run it under another Linux kernel"
         )
 
 

@@ -123,11 +123,19 @@ def _most(sides: dict[str, OpenSide], repeats: int, logs: Path, note: Callable[[
 
 @contextmanager
 def _watched(sides: Sequence[Side]) -> Iterator[list[ProcessMemory]]:
-    """A list that holds, at the end, what the processes of the sides had when they had most."""
+    """A list that holds, at the end, what the processes of the sides had when they had most. Raises what stopped the
+    watch before its end."""
     most: list[ProcessMemory] = []
+    failures: list[Exception] = []
     ended = threading.Event()
 
     def watch() -> None:
+        try:
+            look_until_ended()
+        except Exception as error:
+            failures.append(error)
+
+    def look_until_ended() -> None:
         while not ended.wait(_EVERY_S):
             now = [
                 memory
@@ -145,6 +153,8 @@ def _watched(sides: Sequence[Side]) -> Iterator[list[ProcessMemory]]:
     finally:
         ended.set()
         thread.join()
+    if failures:
+        raise failures[0]
 
 
 def process_memory(process: psutil.Process, side: str) -> ProcessMemory | None:

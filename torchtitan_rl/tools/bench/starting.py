@@ -21,7 +21,7 @@ from torchtitan_rl.tools.bench.measurement import OURS, interval
 from torchtitan_rl.tools.timeline.reading import Timeline, TimelineSpan
 from torchtitan_rl.tools.timeline.step_spans import steps_of
 
-__all__ = ["Start", "StartMeasurement", "measure_start"]
+__all__ = ["Start", "StartMeasurement", "measure_start", "quickstart_of"]
 
 _RUN_S = 300.0
 _SHORT = (
@@ -89,11 +89,7 @@ def measure_start(against: str, repeats: int, note: Callable[[str], None]) -> St
     package = Path(__file__).parents[2]
     sides = {OURS: (package.parent, package / "assets" / "quickstart.py")}
     if against:
-        other = Path(against).expanduser().resolve()
-        config = other / "torchtitan_rl" / "assets" / "quickstart.py"
-        if not config.exists():
-            raise ValueError(f"--against={against!r}: has no torchtitan_rl/assets/quickstart.py; give a checkout")
-        sides[against] = other, config
+        sides[against] = quickstart_of(against)
     starts: dict[str, list[Start]] = {side: [] for side in sides}
     for repeat in range(repeats):
         order = list(sides)[:: -1 if repeat % 2 else 1]
@@ -103,24 +99,39 @@ def measure_start(against: str, repeats: int, note: Callable[[str], None]) -> St
     return StartMeasurement(name="startup: quickstart of 2 + 2 steps", sides=starts)
 
 
+def quickstart_of(against: str) -> tuple[Path, Path]:
+    """The root of another checkout and its quickstart's config. Raises ValueError for a directory that is none."""
+    root = Path(against).expanduser().resolve()
+    config = root / "torchtitan_rl" / "assets" / "quickstart.py"
+    if not config.exists():
+        raise ValueError(f"--against={against!r}: has no torchtitan_rl/assets/quickstart.py; give a checkout")
+    return root, config
+
+
 def _run(root: Path, config: Path) -> Start:
     with tempfile.TemporaryDirectory(prefix="torchtitan-rl-", ignore_cleanup_errors=True) as scratch:
         run, log = Path(scratch, "run"), Path(scratch, "log")
         command = [sys.executable, "-m", "torchtitan_rl.cli", "train", str(config), "--quiet", *_SHORT]
         began, began_ns = time.perf_counter(), time.time_ns()
+        fault = ""
         with log.open("w") as output:
-            done = subprocess.run(
-                [*command, "--output-dir", str(run)],
-                cwd=scratch,
-                env=os.environ | {"PYTHONPATH": str(root), "TMPDIR": scratch},
-                stdout=output,
-                stderr=output,
-                timeout=_RUN_S,
-            )
+            try:
+                done = subprocess.run(
+                    [*command, "--output-dir", str(run)],
+                    cwd=scratch,
+                    env=os.environ | {"PYTHONPATH": str(root), "TMPDIR": scratch},
+                    stdout=output,
+                    stderr=output,
+                    timeout=_RUN_S,
+                )
+                if done.returncode:
+                    fault = f"training ended with {done.returncode}"
+            except subprocess.TimeoutExpired:
+                fault = f"training had not ended after {_RUN_S:g} s"
         end_s = time.perf_counter() - began
-        if done.returncode:
+        if fault:  # the log goes with its directory
             last = "\n".join(log.read_text().splitlines()[-3:])
-            raise RuntimeError(f"checkout={str(root)!r}: training ended with {done.returncode}\n{last}")
+            raise RuntimeError(f"checkout={str(root)!r}: {fault}\n{last}")
         timeline = Timeline.read(run / "timeline")
         first_step_s = (steps_of(timeline)[0].phase.end - began_ns) / 1e9
         return Start(first_step_s=first_step_s, end_s=end_s, parts=_parts(timeline, began_ns, end_s))

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -9,7 +10,7 @@ import pytest
 
 from torchtitan_rl import platform
 from torchtitan_rl.cli import main
-from torchtitan_rl.tools.bench import bench_verb, generation, machine, short_form, side, syncing, training
+from torchtitan_rl.tools.bench import bench_verb, generation, machine, memory_use, short_form, side, syncing, training
 from torchtitan_rl.tools.bench.measurement import Measurement, Repeat
 from torchtitan_rl.tools.bench.workload import SHAPES, Workload
 
@@ -29,6 +30,13 @@ def nothing_starts(monkeypatch):
         (["train", "--repeats", "0"], "--repeats=0: must be at least 1"),
         (["train", "--floor-python", "python3"], "--floor-python='python3': is for step"),
         (["train", "--against", "../other"], "--against='../other': is for startup"),
+        (["memory", "--lengths", "fixed"], "--lengths=fixed: is for generate, train, step; name one of these, or"),
+        (["startup", "--size", "32m", "--dtypes", "bfloat16"], "--size='32m': is for generate, train, sync, step"),
+        (["startup", "--dtypes", "bfloat16"], "--dtypes=bfloat16: is for generate, train, sync, step, scale, memory;"),
+        (["scale", "--lengths", "skewed"], "--lengths=skewed: is for generate, train, step"),
+        (["sync", "--lengths", "skewed"], "--lengths=skewed: is for generate, train, step"),
+        (["train", "--floors", "eager"], "--floors=eager: is for generate; name one of these, or leave it out"),
+        (["generate", "startup", "--against", "/nowhere"], "--against='/nowhere': has no torchtitan_rl/assets/quick"),
         (["startup", "--against", "/nowhere"], "--against='/nowhere': has no torchtitan_rl/assets/quickstart.py"),
         (["sync", "--short"], "--short: has no stored ratio for sync"),
         (["train", "--family", "llama3"], "--family=llama3: is for generate alone"),
@@ -109,6 +117,19 @@ def test_each_subject_is_measured_in_each_dtype(words, calls, monkeypatch, capsy
     assert made == calls and json.loads(capsys.readouterr().out)["measurements"] == []
 
 
+def test_a_subject_that_fails_loses_none_that_was_measured_before(monkeypatch, capsys):
+    def fail(*arguments):
+        raise RuntimeError("a side ended")
+
+    monkeypatch.setattr(training, "measure_training", lambda *arguments: [measured("train", 0.5)])
+    monkeypatch.setattr(syncing, "measure_sync", fail)
+    monkeypatch.setattr(bench_verb.signal, "signal", lambda *arguments: None)
+    assert main.main(["bench", "train", "sync", "--dtypes", "float32", "--json"]) == 1
+    printed = capsys.readouterr()
+    assert [one["name"] for one in json.loads(printed.out)["measurements"]] == ["train"]
+    assert "a side ended" in printed.err
+
+
 def test_the_memory_is_that_of_all_sides_at_once():
     shape = SHAPES["qwen3"]["0.6b"]
     workload, floors = Workload(size="0.6b", shape=shape, dtype="bfloat16"), ["vLLM eager", "vLLM compiled"]
@@ -144,6 +165,20 @@ def test_memory_of_a_gpu_is_refused(monkeypatch, capsys):
     monkeypatch.setattr(platform, "device_type", lambda: "cuda")
     assert main.main(["bench", "memory"]) == 2
     assert "--device=cuda: memory counts the machine's memory, not a GPU's" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(platform.device_type() == "cuda", reason="there is a GPU")
+@pytest.mark.parametrize("rollup", [None, "55d0-7ffc ---p 00000000 00:00 0 [rollup]\nRss: 10 kB\n"])
+def test_memory_is_refused_where_the_system_does_not_say_it(rollup, monkeypatch, capsys):
+    class Other(type(Path())):
+        def read_text(self, *arguments, **named):
+            if rollup is None:
+                raise FileNotFoundError(str(self))
+            return rollup
+
+    monkeypatch.setattr(memory_use, "Path", Other)
+    assert main.main(["bench", "memory"]) == 2
+    assert "/proc/PID/smaps_rollup: does not say here what a process holds" in capsys.readouterr().err
 
 
 def test_compiling_without_a_compiler_is_refused(monkeypatch, capsys):

@@ -2,9 +2,13 @@
 
 import mmap
 import sys
+import threading
+from types import SimpleNamespace
 
 import psutil
+import pytest
 
+from torchtitan_rl.tools.bench import memory_use
 from torchtitan_rl.tools.bench.memory_use import MemoryMeasurement, ProcessMemory, process_memory
 
 MIB = 2**20
@@ -47,3 +51,16 @@ def test_a_process_that_has_ended_holds_nothing():
     ended = psutil.Popen([sys.executable, "-c", ""])
     ended.wait()
     assert process_memory(ended, "ours") is None
+
+
+def test_a_watch_that_stops_before_its_end_says_why(monkeypatch):
+    asked = threading.Event()
+
+    def unreadable(process, side):
+        asked.set()
+        raise PermissionError("smaps_rollup")
+
+    monkeypatch.setattr(memory_use, "process_memory", unreadable)
+    side = SimpleNamespace(name="ours", processes=lambda: [psutil.Process()])
+    with pytest.raises(PermissionError, match="smaps_rollup"), memory_use._watched([side]):
+        assert asked.wait(10)

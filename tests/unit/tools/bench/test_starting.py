@@ -1,5 +1,11 @@
 """A run's phases as parts of the time since its command."""
 
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from torchtitan_rl.tools.bench import starting
 from torchtitan_rl.tools.bench.starting import Start, StartMeasurement, _parts
 from torchtitan_rl.tools.timeline.reading import Process, Timeline, TimelineSpan
 
@@ -43,3 +49,16 @@ def test_two_checkouts_are_compared_run_by_run():
     sides = {"ours": [start(10.0), start(12.0), start(14.0)], "../other": [start(20.0), start(10.0), start(14.0)]}
     lines = StartMeasurement(name="startup", sides=sides).lines()
     assert lines[-1] == "  ours / ../other, seconds to the first step: 1.00 (0.50 to 1.20)"
+
+
+@pytest.mark.parametrize("code, fault", [(3, "training ended with 3"), (None, "training had not ended after 300 s")])
+def test_a_run_that_fails_is_named_with_the_end_of_its_log(monkeypatch, code, fault):
+    def run(command, stdout, timeout, **named):
+        stdout.write("last words\n")
+        if code is None:
+            raise subprocess.TimeoutExpired(command, timeout)
+        return subprocess.CompletedProcess(command, code)
+
+    monkeypatch.setattr(starting.subprocess, "run", run)
+    with pytest.raises(RuntimeError, match=f"^checkout='/checkout': {fault}\nlast words$"):
+        starting._run(Path("/checkout"), Path("/checkout/config.py"))
