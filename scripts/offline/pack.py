@@ -25,8 +25,6 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from rich.progress import track
-
 from scripts.offline.device_code import keep_architecture
 from scripts.offline.unpack import companions
 
@@ -180,7 +178,10 @@ def pack(
     """Writes `piece-NN.xz` and `pieces.json` into `out`; returns the latter. Raises ValueError, before anything is
     written, for a `site` that is no site-packages, an `out` that has pieces, a package to link or a pattern to drop
     that is not there, pieces smaller than a block can be, and `slim` for another GPU than Hopper."""
-    check(site, out, piece_bytes=piece_bytes, link=link, arch=arch, slim=slim)
+    from rich.progress import track  # not above: the Python that checks options before an installation may lack it
+
+    check_options(out, piece_bytes=piece_bytes, arch=arch, slim=slim)
+    check_site(site, link=link, slim=slim)
     links = {name: companions(site, name) for name in link}
     files = chosen(site, (*NEVER, *(SLIM if slim else ()), *drop, *sum(links.values(), [])))
     out.mkdir(parents=True, exist_ok=True)
@@ -219,20 +220,24 @@ def python_of(site: Path) -> str:
     return version[1]
 
 
-def check(site: Path, out: Path, *, piece_bytes: int, link: tuple[str, ...], arch: int | None, slim: bool) -> None:
-    """Raises ValueError for what could be known before `pack` begins."""
-    python_of(site)
+def check_options(out: Path, *, piece_bytes: int, arch: int | None, slim: bool) -> None:
+    """Raises ValueError for what could be known before there is an installation."""
     if old := sorted(out.glob("piece*")):
         raise ValueError(f"--out={out}: has {len(old)} files of other pieces; remove them or give another folder")
     least = BLOCK_BYTES + BLOCK_BYTES // 32  # what does not compress takes a little more than it was
     if piece_bytes < least:
         raise ValueError(f"--piece-mib={piece_bytes >> 20}: is less than a block may take; give {least >> 20} or more")
-    if absent := [name for name in link if not (site / name).is_dir()]:
-        raise ValueError(f"--link={absent[0]}: {site} has no folder of that name; look at its spelling")
     if slim and arch != 90:
         raise ValueError(
             f"--slim: leaves out what Hopper does without, and --arch is {arch}; give --arch 90, or no --slim"
         )
+
+
+def check_site(site: Path, *, link: tuple[str, ...], slim: bool) -> None:
+    """Raises ValueError for what could be known of an installation before it is packed."""
+    python_of(site)
+    if absent := [name for name in link if not (site / name).is_dir()]:
+        raise ValueError(f"--link={absent[0]}: {site} has no folder of that name; look at its spelling")
     if slim and (site / DEBUG_INFORMATION).exists() and not shutil.which("strip"):
         raise ValueError("strip: is not on PATH, and --slim needs it; apt install binutils")
 
@@ -253,9 +258,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--drop", nargs="+", action="extend", default=[], metavar="PATTERN", help="without what matches, such as 'z3*'"
     )
+    parser.add_argument("--check-only", action="store_true", help=argparse.SUPPRESS)  # pack.sh's, before it installs
     args = parser.parse_args(argv)
     begin = time.monotonic()
     try:
+        if args.check_only:
+            check_options(args.out, piece_bytes=args.piece_mib * 2**20, arch=args.arch, slim=args.slim)
+            return 0
         listing = pack(
             args.site,
             args.out,

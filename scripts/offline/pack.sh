@@ -16,6 +16,8 @@ while (($#)); do
       (($# > 1)) || { echo "error: $1: needs a value" >&2; exit 2; }
       if [[ $1 == --python ]]; then python=$2; else extras+=("$2"); fi
       shift 2 ;;
+    --python=*) python=${1#*=}; shift ;;
+    --extra=*) extras+=("${1#*=}"); shift ;;
     --site | --site=* | -h | --help) ready=1 options+=("$1"); shift ;;
     *) options+=("$1"); shift ;;
   esac
@@ -25,6 +27,12 @@ if [[ $ready ]]; then
   interpreter=${TORCHTITAN_RL_PYTHON:-$root/.venv/bin/python}
   [[ -x $interpreter ]] || { echo "error: $interpreter: is not there; run scripts/setup.sh" >&2; exit 2; }
 else
+  # Minutes pass before there is something to pack: options that do not fit are refused by any Python first.
+  for checker in "${python:-python3}" python3 python3.13 python3.12 python3.11; do
+    "$checker" -c 'import sys; assert sys.version_info >= (3, 11)' 2>/dev/null || continue
+    PYTHONPATH=$root "$checker" -m scripts.offline.pack --check-only --site "$copy" "${options[@]}" || exit
+    break
+  done
   mkdir -p "$copy/scripts"
   echo '*' >"$copy/.gitignore"
   rm -rf "$copy/torchtitan_rl"

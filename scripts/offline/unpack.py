@@ -202,6 +202,7 @@ def link(environment: Path, links: dict[str, list[str]], source: Path) -> dict[s
             target = site_of(environment) / entry
             target.parent.mkdir(parents=True, exist_ok=True)
             if not target.exists():
+                target.unlink(missing_ok=True)  # a link to what is no longer there
                 target.symlink_to(source.absolute() / entry)
             if entry.endswith(".dist-info"):
                 other = installed.get(entry.partition("-")[0], entry)
@@ -252,6 +253,10 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except (RuntimeError, subprocess.TimeoutExpired) as error:
         print(f"error: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        place = f"--into={args.into}"
+        print(f"error: {place}: cannot be made ({error}); mend that, or give another folder", file=sys.stderr)
         return 1
     return 0
 

@@ -197,6 +197,60 @@ def test_packages_of_the_other_machine_are_linked_with_what_belongs_to_them(site
     assert links == {"small", "small.libs", "small-1.0.dist-info"}
 
 
+def test_a_link_to_what_has_gone_is_made_again(site, tmp_path):
+    into, other = tmp_path / "into", tmp_path / "other"
+    shutil.copytree(site, other)
+    unpacking.link(into, {"small": ["small"]}, other)
+    shutil.rmtree(other)
+    unpacking.link(into, {"small": ["small"]}, site)
+    assert (unpacking.site_of(into) / "small" / "__init__.py").read_bytes() == FILES["small/__init__.py"]
+
+
+def test_a_place_that_cannot_be_written_is_named(site, tmp_path, capsys):
+    packed(site, tmp_path / "pieces")
+    (tmp_path / "file").touch()
+    into = tmp_path / "file" / "into"
+    assert unpacking.main(["--pieces", str(tmp_path / "pieces"), "--into", str(into)]) == 1
+    assert capsys.readouterr().err.startswith(f"error: --into={into}: cannot be made ([Errno 20] Not a directory")
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A project whose set-up says in a file what it was asked for, and ends."""
+    root = tmp_path / "project"
+    shutil.copytree(Path(packing.__file__).parent, root / "scripts" / "offline")
+    (root / "torchtitan_rl").mkdir()
+    for name in ("pyproject.toml", "README.md"):
+        (root / name).touch()
+    (root / "scripts" / "setup.sh").write_text(f'echo "$UV_PYTHON $*" >"{root}/asked"\nexit 3\n')
+    return root
+
+
+def pack_in(project: Path, *options: str) -> subprocess.CompletedProcess:
+    environment = os.environ | {"UV_PYTHON": sys.executable}
+    command = ["bash", project / "scripts" / "offline" / "pack.sh", *options]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [(["--slim"], "error: --slim: leaves out what Hopper does without"), ([], "has 1 files of other pieces")],
+)
+def test_options_that_do_not_fit_are_refused_before_the_installation(project, tmp_path, options, said):
+    out = tmp_path / "pieces"
+    if not options:
+        out.mkdir()
+        (out / "piece-00.xz").touch()
+    done = pack_in(project, "--out", str(out), *options)
+    assert done.returncode == 2 and said in done.stderr and not (project / "asked").exists()
+
+
+@pytest.mark.parametrize("written", [["--python=/py", "--extra=test"], ["--python", "/py", "--extra", "test"]])
+def test_the_installation_has_the_python_and_the_extras_of_the_options(project, tmp_path, written):
+    done = pack_in(project, "--out", str(tmp_path / "pieces"), *written)
+    assert done.returncode == 3 and (project / "asked").read_text() == "/py test\n"
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
