@@ -3,6 +3,7 @@
 import argparse
 import gzip
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -154,6 +155,15 @@ def test_a_trace_that_cannot_be_written_is_said_with_its_file(tmp_path, capsys):
     assert f"--trace={file}: cannot be written (No such file or directory); give a file" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["step", "last"])
+def test_a_trace_of_some_steps_is_refused(tmp_path, capsys, option):
+    (tmp_path / "config.json").write_text("{}")
+    write(tmp_path / "timeline", "controller", [("step", "phase", 10, 19, 1, 0, {"step": 1})])
+    assert main.main(["timeline", str(tmp_path), "--trace", str(tmp_path / "x.json"), f"--{option}", "1"]) == 1
+    assert f"--{option}=1: a trace has every step; leave --{option} out, or --trace" in capsys.readouterr().err
+    assert not (tmp_path / "x.json").exists()
+
+
 def assert_nests(spans):
     tracks = {}
     for event in sorted(spans, key=lambda event: (event["ts"], -event["dur"])):
@@ -181,6 +191,10 @@ def test_what_is_not_there_is_said_in_a_sentence(tmp_path, timeline):
         timeline_verb.chosen(steps_of(timeline), None, 0)
     with pytest.raises(ValueError, match=r"no complete step"):
         timeline_verb.chosen([], None, 10)
+    by_twos = [SimpleNamespace(number=number) for number in (1, 3, 5)]  # the last batch is of steps 5 and 6
+    assert [step.number for step in timeline_verb.chosen(by_twos, 6, 10)] == [5]
+    with pytest.raises(ValueError, match=r"step=7: the timeline has steps 1 to 6; give one"):
+        timeline_verb.chosen(by_twos, 7, 10)
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "controller.1.jsonl").write_text("nonsense\n")
     with pytest.raises(ValueError, match=r"controller.1.jsonl: is no timeline of a process"):

@@ -95,7 +95,7 @@ def _opened(process: Process, start: int, end: int) -> list[Stretch]:
 
 
 def _joined(path: list[Stretch]) -> list[Stretch]:
-    """The path with equal neighbours as one, also where less than a millisecond of something else lies between."""
+    """The path with equal neighbours as one."""
     merged: list[Stretch] = []
     for stretch in path:
         if merged and (merged[-1].process, merged[-1].name) == (stretch.process, stretch.name):

@@ -17,19 +17,23 @@ __all__ = ["add_arguments", "run", "report", "chosen"]
 
 _SMALL = 0.005
 """Shares of a step below this one are told together."""
+_LAST = 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", help="a run directory")
     steps_group = parser.add_mutually_exclusive_group()
     steps_group.add_argument("--step", type=int, metavar="N", help="the batch that optimizer step N belongs to")
-    steps_group.add_argument("--last", type=int, default=10, metavar="K", help="the last K batches; default: 10")
+    steps_group.add_argument("--last", type=int, metavar="K", help=f"the last K batches; default: {_LAST}")
     parser.add_argument("--trace", default="", metavar="FILE", help="write a .json or .json.gz for ui.perfetto.dev")
 
 
 def run(args: argparse.Namespace) -> int:
     directory = Run.open(args.run).path / "timeline"
     if args.trace:
+        for name in ("step", "last"):
+            if (value := getattr(args, name)) is not None:
+                raise ValueError(f"--{name}={value}: a trace has every step; leave --{name} out, or --trace")
         timeline = Timeline.read(directory)
         try:
             number = trace.write(timeline, Path(args.trace))
@@ -40,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
             ) from error
         print(f"{args.trace}: {number} events; open it at https://ui.perfetto.dev")
         return 0
-    steps = chosen(steps_of(Timeline.read(directory, phases_only=True)), args.step, args.last)
+    last = _LAST if args.last is None else args.last
+    steps = chosen(steps_of(Timeline.read(directory, phases_only=True)), args.step, last)
     window = min(step.phase.start for step in steps), max(step.phase.end for step in steps)
     timeline = Timeline.read(directory, window=window)
     wanted = {step.number for step in steps}
@@ -57,8 +62,11 @@ def chosen(steps: list[StepSpans], number: int | None, last: int) -> list[StepSp
     if number is None:
         return steps[-last:]
     before = [step for step in steps if step.number <= number]
-    if not before:
-        raise ValueError(f"step={number}: the timeline has steps {steps[0].number} to {steps[-1].number}; give one")
+    # Every batch has as many optimizer steps. Of a single one nobody knows here how many they are.
+    per_batch = min((after.number - one.number for one, after in zip(steps, steps[1:])), default=0)
+    end = steps[-1].number + max(per_batch - 1, 0)
+    if not before or per_batch and number > end:
+        raise ValueError(f"step={number}: the timeline has steps {steps[0].number} to {end}; give one")
     return before[-1:]
 
 
