@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
         line = f"the sweep has ended with its run; go on with the same command and --output-dir {place}"
         say(line, event="stopped", level="warning")
         return int(end.args[0])
-    say(table_text(table, len(plan.seeds)), event="table", to=sys.stdout)
+    say(table_text(table, len(plan.seeds), keep_all=plan.keep_all), event="table", to=sys.stdout)
     return 0
 
 

@@ -78,8 +78,9 @@ def rows(
     return table
 
 
-def table_text(table: list[ArmRow], num_seeds: int) -> str:
-    """The table in Markdown, with aligned columns, and what its intervals are."""
+def table_text(table: list[ArmRow], num_seeds: int, *, keep_all: bool) -> str:
+    """The table in Markdown, with aligned columns, and what its intervals are. `keep_all`: the sweep stops no arm for
+    being worse."""
     cells = [_HEAD, ["---"] * len(_HEAD)]
     for row in table:
         name = f"{row.arm} (base)" if row.is_base else row.arm
@@ -98,9 +99,13 @@ def table_text(table: list[ArmRow], num_seeds: int) -> str:
     lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths)) + " |" for line in cells]
     legend = (
         "Greedy accuracy after the last step: means over seeds, with 95% intervals of Student's t. Differences are by "
-        f"seed, on validation tasks. From {LEAST_PAIRS} pairs on, an arm that is worse than the best one with "
-        f"confidence is stopped; the arm that is truly best is stopped in {ERROR:.0%} of sweeps at most."
+        "seed, on validation tasks."
     )
+    if not keep_all:
+        legend += (
+            f" From {LEAST_PAIRS} pairs on, an arm that is worse than the best one with confidence is stopped; the arm "
+            f"that is truly best is stopped in {ERROR:.0%} of sweeps at most."
+        )
     return "\n".join([*lines, "", legend])
 
 
@@ -112,10 +117,10 @@ def _cells(value: Mean | None, form: str) -> list[str]:
     return [f"{value.mean:{form}}", interval]
 
 
-def write_table(directory: Path, table: list[ArmRow], num_seeds: int) -> None:
+def write_table(directory: Path, table: list[ArmRow], num_seeds: int, *, keep_all: bool) -> None:
     """Writes `table.json` and `table.md`."""
     plain = {"seeds": num_seeds, "arms": [asdict(row) for row in table]}
-    texts = {"table.json": json.dumps(plain, indent=1), "table.md": table_text(table, num_seeds)}
+    texts = {"table.json": json.dumps(plain, indent=1), "table.md": table_text(table, num_seeds, keep_all=keep_all)}
     for name, text in texts.items():
         beside = directory / f"{name}.{uuid.uuid4().hex}"  # another process of the sweep may write its own
         beside.write_text(text + "\n", encoding="utf-8")

@@ -101,7 +101,7 @@ def _write_table(plan: Plan, known: dict[Path, RunResult]) -> list[ArmRow]:
     written its table before this one, so that the last table on disk would lack the run."""
     table = table_of(plan, known)
     while True:
-        write_table(plan.directory, table, len(plan.seeds))
+        write_table(plan.directory, table, len(plan.seeds), keep_all=plan.keep_all)
         now = table_of(plan, known)
         if now == table:
             return table

@@ -36,7 +36,7 @@ def read_standing(plan: Plan, known: dict[Path, RunResult], *, before: int | Non
     results: dict[Arm, dict[int, RunResult]] = {arm: {} for arm in plan.arms}
     ends: dict[Arm, str] = {}
     orphans: dict[int, str] = {}
-    complete = True  # arms are compared after seeds that are over, as if seeds had come one after the other
+    is_over = True  # arms are compared after seeds that are over, as if seeds had come one after the other
     for seed in plan.seeds:
         if seed == before:
             break
@@ -49,8 +49,8 @@ def read_standing(plan: Plan, known: dict[Path, RunResult], *, before: int | Non
             elif not arm.is_base and (reason := nothing_to_fork(plan, seed)):
                 orphans[seed] = reason
             else:
-                complete = False
-        if complete and not plan.keep_all and seed != plan.seeds[-1]:
+                is_over = False
+        if is_over and not plan.keep_all and seed != plan.seeds[-1]:
             ends |= _worse(plan, results, ends, seed)
     return Standing(results=results, ends=ends, orphans=orphans)
 
@@ -99,6 +99,6 @@ def table_of(plan: Plan, known: dict[Path, RunResult]) -> list[ArmRow]:
     lost = "".join(f"; no parent for seed {seed}: {problem}" for seed, problem in standing.orphans.items())
     states = {}
     for arm in plan.arms:
-        complete = len(standing.results[arm]) == len(plan.seeds)
-        states[arm] = standing.ends.get(arm) or ("done" if complete else f"seeds missing{lost}")
+        is_done = len(standing.results[arm]) == len(plan.seeds)
+        states[arm] = standing.ends.get(arm) or ("done" if is_done else f"seeds missing{lost}")
     return rows(plan.arms, plan.base, standing.results, states)

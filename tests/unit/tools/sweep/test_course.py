@@ -120,7 +120,8 @@ def test_a_parent_is_the_base_arms_run_and_a_bad_arm_is_stopped_after_three_seed
     assert bad.state.startswith("stopped after seed 2: worse than lr=2 by 0.500, at least 0.4")
     assert base.validation.mean == pytest.approx(0.51) and base.test.mean == 0.5
     assert good.difference.mean == pytest.approx(0.1) and -0.1 < good.difference.low < 0.1  # by chance, perhaps
-    text = table_text(table, 5)
+    text = table_text(table, 5, keep_all=False)
+    assert text.endswith("the arm that is truly best is stopped in 5% of sweeps at most.")
     assert text.splitlines()[2].startswith("| lr=3 (base) | 5 of 5 | 0.510      | 0.422 to 0.598 | 0.500 |")
     written = json.loads((plan().directory / "table.json").read_text())
     assert [row["arm"] for row in written["arms"]] == ["lr=3", "lr=2", "lr=1"] and written["seeds"] == 5
@@ -149,8 +150,8 @@ def test_a_run_that_ends_while_the_table_is_written_is_in_it(plan, monkeypatch):
     carried_out(plan(seeds=[0, 1]), 0)
     written = []
 
-    def write(directory, table, num_seeds):
-        write_table(directory, table, num_seeds)
+    def write(directory, table, num_seeds, **named):
+        write_table(directory, table, num_seeds, **named)
         written.append(table)
         if len(written) == 1:  # another process ends its seed here, and has written its table before this one
             trainings = Trainings(plan(seeds=[0, 1]), {})
@@ -167,6 +168,7 @@ def test_a_run_that_ends_while_the_table_is_written_is_in_it(plan, monkeypatch):
 def test_all_arms_are_kept_where_that_is_asked_for(plan):
     table, names = carried_out(plan(keep_all=True))
     assert len(names) == 15 and {row.state for row in table} == {"done"}
+    assert "stopped" not in (plan().directory / "table.md").read_text()
 
 
 def test_a_base_arm_that_is_stopped_still_has_parents_up_to_the_fork_point(plan, monkeypatch):
