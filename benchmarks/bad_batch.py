@@ -61,8 +61,8 @@ def command(*words: str) -> None:
 
 def rank(root: Path, seed: int, steps: int, window: int) -> tuple[int, int, float]:
     """(the bad batch's step, its place in the order by influence from 1, its standard deviations from the usual)."""
-    bad, run, replayed = random.Random(seed).randrange(steps), root / f"run-{seed}", root / f"replay-{seed}-{window}"
-    file = root / f"config-{seed}.py"
+    bad, name = random.Random(seed).randrange(steps), f"{seed}-of-{steps}-steps"  # `steps` decide which batch is bad
+    run, replayed, file = root / f"run-{name}", root / f"replay-{name}-{window}", root / f"config-{name}.py"
     file.write_text(
         f"from benchmarks import bad_batch\n\n\ndef config():\n"
         f"    return bad_batch.config({str(run)!r}, {seed}, {steps}, {bad})\n"

@@ -93,6 +93,8 @@ def main() -> None:
     parser.add_argument("--checkpoints", type=int, default=6)
     parser.add_argument("--directory", default="")
     args = parser.parse_args()
+    if args.checkpoints < 2:
+        parser.error(f"--checkpoints {args.checkpoints}: the first one does not count; give 2 or more")
     model = rl.ModelConfig(flavor=args.flavor)
     platform.set_threads(rl.TrainerConfig().num_threads)
     num_bytes = _NUMBERS_PER_PARAMETER * 4 * resolve_shape(model).num_parameters

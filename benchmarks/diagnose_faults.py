@@ -13,6 +13,7 @@ short run shows are made from the files of a real run (`benchmarks/diagnose_reco
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import dataclasses
 import json
@@ -170,7 +171,7 @@ def clean(directory: Path, name: str) -> None:
 
 def report(directory: Path) -> int:
     """Prints a row per run of what is said of it. Returns the exit status: 0 if nine faults in ten are named, and no
-    clean run has a finding."""
+    clean run has a finding. It is 1 where there is no run."""
     rows = [(name, "run", fault.rule, directory / f"fault-{name}") for name, fault in FAULTS.items()]
     rows += [(path.name.split("-")[2], "run", path.name.split("-")[1], path) for path in directory.glob("actors-*")]
     rows += [(name, "records of a run", rule, path) for name, rule, path in recorded(directory)]
@@ -186,6 +187,9 @@ def report(directory: Path) -> int:
             clean_runs, wrong = clean_runs + 1, wrong + bool(reported)
         further = ", ".join(other for other in reported if other != rule) or "-"
         print(f"| {name} | {how} | {rule or '-'} | {reported.get(rule, '-')} | {further} |")
+    if not faults + clean_runs:
+        print(f"error: {directory}: holds no run; make some with `warm`, `fault` and `clean`", file=sys.stderr)
+        return 1
     print(f"{named} of {faults} faults named; something said of {wrong} of {clean_runs} clean runs")
     return int(named < 0.9 * faults or wrong > 0)
 
@@ -198,15 +202,24 @@ def said_of(path: Path) -> dict[str, str]:
 
 
 def main() -> int:
-    verb, directory, *names = sys.argv[1:]
-    place = Path(directory).absolute()
-    place.mkdir(parents=True, exist_ok=True)
-    if verb == "report":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("verb", choices=("warm", "fault", "clean", "report"))
+    parser.add_argument("directory", type=Path, metavar="DIR")
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    args = parser.parse_args()
+    known = list(FAULTS) if args.verb == "fault" else list(CLEAN) if args.verb == "clean" else []
+    if known and not args.names:
+        parser.error(f"{args.verb}: names nothing to run; use {', '.join(known)}")
+    if unknown := [name for name in args.names if name not in known]:
+        parser.error(f"{args.verb} {unknown[0]}: there is no such name; use {', '.join(known) or 'none'}")
+    place = args.directory.absolute()
+    if args.verb == "report":
         return report(place)
-    if verb == "warm":
+    place.mkdir(parents=True, exist_ok=True)
+    if args.verb == "warm":
         warm(place)
-    for name in names:
-        (seeded if verb == "fault" else clean)(place, name)
+    for name in args.names:
+        (seeded if args.verb == "fault" else clean)(place, name)
     return 0
 
 

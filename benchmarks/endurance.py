@@ -4,7 +4,8 @@
 
 Reads resident memory, file descriptors and threads of every process of a run, every ten steps. Asked: from
 `--from-step` to the end resident memory grows less than 3%, and the counts stay. Compared are medians over the first
-and the last tenth of that stretch, because memory goes up and down within a step. Exit status 1 where a process grew.
+and the last tenth of that stretch, because memory goes up and down within a step. Exit status 1 where a process grew,
+and where no process was read often enough to say.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torchtitan_rl.record.run_dir import RunDir
 
 ROOT = Path(__file__).parents[1]
 GROWTH = 0.03
-EVERY = 10
+EVERY, MIN_READINGS = 10, 20
 
 
 def command(path: Path, steps: int) -> list[str]:
@@ -81,12 +82,13 @@ def main() -> int:
                     pass
             roles = names(run_dir, list(readings))
         time.sleep(0.05)
-    status, grew = process.wait(), []
+    status, grew, compared = process.wait(), [], 0
     for pid, rows in readings.items():
         rows = [row for row in rows if row[0] >= args.from_step]
         tenth = max(1, len(rows) // 10)
-        if len(rows) < 20:
+        if len(rows) < MIN_READINGS:
             continue
+        compared += 1
         first, last = ([median(column) for column in zip(*part, strict=True)] for part in (rows[:tenth], rows[-tenth:]))
         growth = last[1] / first[1] - 1
         line = {
@@ -100,7 +102,13 @@ def main() -> int:
         if growth >= GROWTH or last[2] > first[2] or last[3] > first[3]:
             grew.append(roles[pid])
     print(json.dumps({"status": status, "steps": done, "seconds": round(time.monotonic() - began), "grew": grew}))
-    return 1 if grew or status else 0
+    if not compared:
+        print(
+            f"error: --steps={args.steps}: no process was read {MIN_READINGS} times from step {args.from_step} on, so "
+            f"nothing was compared; give --steps {args.from_step + EVERY * MIN_READINGS} or more",
+            file=sys.stderr,
+        )
+    return 1 if grew or status or not compared else 0
 
 
 if __name__ == "__main__":

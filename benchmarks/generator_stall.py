@@ -75,6 +75,8 @@ def main() -> None:
     parser.add_argument("--loads", type=int, default=8)
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
     args = parser.parse_args()
+    if args.loads < 2:
+        parser.error(f"--loads {args.loads}: the first one does not count; give 2 or more")
     with tempfile.TemporaryDirectory() as directory:
         rows = measure(args.flavor, args.loads, args.dtype, Path(directory))
     middle = {name: round(median(row[name] for row in rows), 4) for name in ("stall_s", "memcpy_s")}

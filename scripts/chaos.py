@@ -232,6 +232,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.who != "run" and (unknown := set(args.who.split(",")) - {"controller", "trainer"}):
         parser.error(f"--who {args.who}: knows no {', '.join(sorted(unknown))}; use run, or controller,trainer")
+    if args.who == "run" and args.kills < 2:
+        parser.error(f"--kills {args.kills}: the run is killed twice in a row at its end; give 2 or more")
     place = Path(args.output_dir or tempfile.mkdtemp(prefix="torchtitan-rl-chaos-")).absolute()
     place.mkdir(parents=True, exist_ok=True)
     undisturbed, disturbed = place / "undisturbed", place / "disturbed"
