@@ -250,6 +250,7 @@ class WeightSyncConfig:
     transport: Literal["auto", "shared_memory", "store"] = "auto"
     """How the tensors travel: whole through the shared memory of one host, or in pieces from every trainer rank to each
     generator rank that needs them. TorchStore holds version, manifest and where the bytes lie in either case. `auto`
-    takes shared memory in a run on this machine alone, else pieces (`store`): further hosts may join a run with hosts."""
+    takes shared memory in a run on this machine alone, else pieces (`store`), because further hosts may join a run
+    with hosts."""
     verify: bool = True
     """Generators check the checksums of what they have fetched before they load it."""
