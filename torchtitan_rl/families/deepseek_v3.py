@@ -60,7 +60,7 @@ class DeepseekV3Shape(DecoderShape):
     """Inner size of the feed-forward in the first layers."""
     n_dense_layers: Annotated[int, Ge(0)] = 1
     """Layers, from the first one, with a feed-forward instead of experts."""
-    num_shared_experts: Annotated[int, Ge(0)] = 1
+    num_shared_experts: Annotated[int, Ge(1), Hint("without shared experts a model is of another family")] = 1
     """Experts that see every token."""
     route_scale: Annotated[float, Gt(0)] = 1.0
     """Factor of the experts' weights."""

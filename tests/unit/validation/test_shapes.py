@@ -32,6 +32,7 @@ def with_shape(name, *overrides):
         ("qwen3_5", ("--model.shape.n_layers", "3"), "model.shape.n_layers=3: none of them has attention, which"),
         ("deepseek", ("--model.shape.n_kv_heads", "2"), "model.shape.n_kv_heads=2: every head of latent attention has"),
         ("deepseek", ("--model.shape.n_dense_layers", "3"), "model.shape.n_dense_layers=3: must be below n_layers=3"),
+        ("deepseek", ("--model.shape.num_shared_experts", "0"), "model.shape.num_shared_experts=0: must be at least 1"),
         ("deepseek", ("--model.shape.rotated_dim", "7"), "model.shape.rotated_dim=7: the rotary embedding turns"),
     ],
 )
