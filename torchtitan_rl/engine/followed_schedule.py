@@ -47,7 +47,8 @@ class FollowedSchedule:
         self._loads: dict[int, deque[_Received]] = defaultdict(deque)
         self._unrecorded: list[tuple[str, Request, Future]] = []
         self._at_once: deque[_Received] = deque()
-        """Commands that no record has the moment of: sleep, wake, and loads before the record's first."""
+        """Commands that no record has the moment of: sleep, wake, loads before the record's first, and all that come
+        after its end."""
 
     @property
     def is_over(self) -> bool:
@@ -62,7 +63,9 @@ class FollowedSchedule:
 
     def receive(self, command: Command, futures: list[Future]) -> None:
         """Takes a command that has come."""
-        if command.kind == "add":
+        if self._has_ended:  # nothing else would give it: the last commands of the record are not executed yet
+            self._at_once.append((command, futures))
+        elif command.kind == "add":
             for (request_id, request), future in zip(command.argument, futures, strict=True):
                 key = request_key(request)
                 is_due = self._due_requests[key] > 0

@@ -112,7 +112,21 @@ def test_a_load_that_came_after_the_engine_was_killed_waits_for_the_requests_tha
     assert admitted(followed.next(0, 0, has_work=False)) == [1]
     assert followed.next(0, 1, has_work=True) == followed.next(5, 1, has_work=True) == STEP
     assert admitted(followed.next(9, 0, has_work=False)) == [] and not followed.is_over
-    assert followed.next(9, 0, has_work=False) == (Command("load", 4, holds_step=True), [later]) and followed.is_over
+    command, futures = late = add(3)  # comes while the load that was held back is not executed yet
+    followed.receive(command, futures)
+    assert {*followed.futures()} == {later, *futures}
+    assert followed.next(9, 0, has_work=False) == (Command("load", 4, holds_step=True), [later])
+    assert not followed.is_over
+    assert followed.next(9, 0, has_work=False) == late and followed.is_over
+
+
+def test_what_comes_while_a_record_that_is_followed_no_further_still_holds_loads_is_executed():
+    followed, (first, later) = FollowedSchedule([entry(0, 0, version=3), entry(4, 0, version=4)]), add(1, 2)[1]
+    followed.receive(Command("load", 4), [later])
+    assert admitted(followed.part("a test")) == [] and not followed.is_over
+    followed.receive(Command("load", 3), [first])
+    assert followed.next(0, 0, has_work=False) == (Command("load", 4, holds_step=True), [later])
+    assert followed.next(0, 0, has_work=False) == (Command("load", 3), [first]) and followed.is_over
 
 
 def test_a_company_joins_after_the_first_load_and_before_all_else():
