@@ -89,6 +89,11 @@ def head_dims() -> tuple[int, ...]:
     return () if device_type() == "cuda" else (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
+def cache_block_size() -> int:
+    """Tokens of a block of vLLM's KV cache where nobody asks for another size."""
+    return 16 if device_type() == "cuda" else 128
+
+
 def packs_matrices(dtype: torch.dtype) -> bool:
     """Whether a generator multiplies by packed copies of its matrices: on a CPU a product of a few rows takes oneDNN a
     half to a quarter of the time then. The copies take as much memory as the matrices. oneDNN multiplies matrices of

@@ -87,17 +87,7 @@ def check_engine(generator: GeneratorConfig, shape: DecoderShape) -> None:
         )
     if generator.kv_cache_gib == math.inf:
         raise ValueError("generator.kv_cache_gib=inf: must be finite; give the size in GiB")
-    per_token, states = kv_bytes_per_token(generator, shape), state_bytes(generator, shape)
-    if not generator.kv_cache_gib * 2**30 >= states + per_token * generator.max_model_len:
-        capacity = max(0, int((max(0.0, generator.kv_cache_gib) * 2**30 - states) / per_token))  # max(0, NaN) is 0
-        raise ValueError(
-            f"generator.kv_cache_gib={generator.kv_cache_gib:g}: holds {capacity} tokens of {per_token} bytes a rank"
-            f"{f' beside {states} bytes of states' if states else ''}, less than one sequence of "
-            f"generator.max_model_len={generator.max_model_len}; use at least "
-            f"{(states + per_token * generator.max_model_len) / 2**30:.3g}, or lower max_model_len"
-        )
-    if generator.model_impl == "vllm" and (fault := shape.own_model_fault(platform.device_type())):
-        raise ValueError(f"generator.model_impl='vllm': {fault}; use 'torchtitan'")
+    _check_cache(generator, shape)
     if generator.compile:
         _check_compiled(generator, shape)
     if shape.state_sizes and generator.model_impl == "torchtitan" and generator.enforce_eager is False:
@@ -107,6 +97,28 @@ def check_engine(generator: GeneratorConfig, shape: DecoderShape) -> None:
         )
     if generator.async_scheduling and (fault := _fault_of_scheduling_ahead(generator)):
         raise ValueError(f"generator.async_scheduling=True: {fault}; use False")
+
+
+def _check_cache(generator: GeneratorConfig, shape: DecoderShape) -> None:
+    """Raises ValueError for a cache without the blocks of the longest sequence and the one that vLLM keeps empty."""
+    per_token, states = kv_bytes_per_token(generator, shape), state_bytes(generator, shape)
+    block = platform.cache_block_size()
+    tokens = (math.ceil(generator.max_model_len / block) + 1) * block
+    needed = states + per_token * tokens
+    if not generator.kv_cache_gib * 2**30 >= needed:
+        capacity = max(0, int((max(0.0, generator.kv_cache_gib) * 2**30 - states) / per_token))  # max(0, NaN) is 0
+        raise ValueError(
+            f"generator.kv_cache_gib={generator.kv_cache_gib:g}: holds {capacity} tokens of {per_token} bytes a rank"
+            f"{f' beside {states} bytes of states' if states else ''}, and one sequence of generator.max_model_len="
+            f"{generator.max_model_len} needs {tokens}, in blocks of {block} of which vLLM keeps one empty; use at "
+            f"least {_rounded_up(needed / 2**30):g}, or lower max_model_len"
+        )
+
+
+def _rounded_up(number: float) -> float:
+    """The next number with three digits."""
+    decimals = 2 - math.floor(math.log10(number))
+    return math.ceil(number * 10.0**decimals) / 10.0**decimals
 
 
 def _fault_of_scheduling_ahead(generator: GeneratorConfig) -> str:

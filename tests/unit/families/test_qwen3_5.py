@@ -20,7 +20,7 @@ from torchtitan_rl.model.lora import lora_spec
 from torchtitan_rl.model.memory import num_adapter_parameters
 from torchtitan_rl.model.shape import kv_bytes_per_token, state_bytes
 from torchtitan_rl.model.spec import build_spec, critic_spec
-from torchtitan_rl.validation.generator import check_engine
+from torchtitan_rl.validation.generator import check_engine, check_own_model
 from torchtitan_rl.validation.trainer import check_degree, check_trainer
 from torchtitan_rl.weights.hf import load_hf_weights, weights_misfit, write_hf_dir
 
@@ -150,7 +150,7 @@ def test_the_cache_of_an_engine_has_keys_of_a_quarter_of_the_layers_and_states_o
     [
         ({"enforce_eager": False}, "generator.enforce_eager=False: layers of a qwen3_5 lay out each step's requests"),
         ({"compile": True}, "generator.compile=True: layers of a qwen3_5 lay out each step's requests on the host"),
-        ({"kv_cache_gib": 1e-5}, "bytes of states, less than one sequence of generator.max_model_len=64; use at least"),
+        ({"kv_cache_gib": 1e-5}, "bytes of states, and one sequence of generator.max_model_len=64 needs "),
     ],
     ids=["graphs", "compiled", "cache"],
 )
@@ -162,18 +162,18 @@ def test_an_engine_that_cannot_run_the_states_is_refused(changes, words):
 def test_the_model_of_vllm_is_refused_where_it_cannot_run(monkeypatch):
     config = GeneratorConfig(dtype="float32", max_model_len=64, max_num_seqs=64, model_impl="vllm")
     monkeypatch.setattr(platform, "device_type", lambda: "cpu")
-    assert refusal(check_engine, config, SHAPE) == (
+    assert refusal(check_own_model, config, SHAPE) == (
         "generator.model_impl='vllm': on a CPU the kernels of vLLM's own qwen3_5 take bfloat16 alone, and the trainer "
         "has float32; use 'torchtitan'"
     )
     monkeypatch.setattr(platform, "device_type", lambda: "cuda")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert refusal(check_engine, config, SHAPE) == (
+    assert refusal(check_own_model, config, SHAPE) == (
         "generator.model_impl='vllm': vLLM's own qwen3_5 is in one module with the whole model, which imports "
         "torchvision, and torchvision is not installed; use 'torchtitan'"
     )
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    check_engine(config, SHAPE)
+    check_own_model(config, SHAPE)
 
 
 def test_a_degree_divides_the_heads_of_delta_nets():

@@ -2,6 +2,7 @@
 
 import shutil
 
+import pytest
 import torch
 
 from tests.kit.refusal import refusal
@@ -37,16 +38,22 @@ def test_an_iteration_has_a_token_for_every_sequence():
     validate(config)
 
 
-def test_the_cache_holds_a_sequence():
-    config = run_config()
+@pytest.mark.parametrize(("has_gpu", "blocks_of_tokens"), [(False, 2 * 128), (True, 3 * 16)])
+def test_the_cache_holds_the_blocks_of_a_sequence_and_an_empty_one(monkeypatch, has_gpu, blocks_of_tokens):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    config = run_config()  # max_model_len=32
     shape = config.model.shape
     for dtype, itemsize in (("float32", 4), ("bfloat16", 2)):
         per_token = 2 * shape.n_layers * shape.n_kv_heads * shape.head_dim * itemsize
         config.generator.dtype = dtype
-        config.generator.kv_cache_gib = 32 * per_token / 2**30  # max_model_len
+        config.generator.kv_cache_gib = blocks_of_tokens * per_token / 2**30
         validate(config)
-        config.generator.kv_cache_gib = 31.5 * per_token / 2**30
-        assert f": holds 31 tokens of {per_token} bytes a rank, less than one sequence of" in refusal(validate, config)
+        config.generator.kv_cache_gib = (blocks_of_tokens - 0.5) * per_token / 2**30
+        message = refusal(validate, config)
+        assert f": holds {blocks_of_tokens - 1} tokens of {per_token} bytes a rank, and one sequence of" in message
+        assert f"generator.max_model_len=32 needs {blocks_of_tokens}, in blocks of" in message
+        config.generator.kv_cache_gib = float(message.partition("use at least ")[2].partition(",")[0])
+        validate(config)
     for nothing in (0.0, -1.0, float("nan")):
         config.generator.kv_cache_gib = nothing
         assert "use at least" in refusal(validate, config)

@@ -147,7 +147,7 @@ BAD = {
         {"change": a_cache_for_half_a_sequence},
         [
             "generator.kv_cache_gib=1e-05: holds ",
-            "less than one sequence of generator.max_model_len=64",
+            "and one sequence of generator.max_model_len=64 needs",
             "use at least",
         ],
     ),
