@@ -46,6 +46,7 @@ def check_trainer(where: str, trainer: TrainerConfig, model: ModelConfig, longes
         _check_sinks(where, trainer, shape)
     if trainer.shared_prefix != "off":
         _check_shared_prefix(where, trainer, shape)
+    _check_attention(where, trainer)
     check_context(f"{where}.training.seq_len", trainer.training.seq_len, shape, longest)
 
 
@@ -74,6 +75,17 @@ def _check_sinks(where: str, trainer: TrainerConfig, shape: DecoderShape) -> Non
         raise ValueError(
             f"{where}.lora.target_modules='o_proj': torchtitan's layer of that name in a {shape.name} takes no adapter "
             f"over {tp} tensor-parallel ranks; use qkv_proj alone, or {where}.parallelism.tensor_parallel_degree=1"
+        )
+
+
+def _check_attention(where: str, trainer: TrainerConfig) -> None:
+    """Raises ValueError for variable-length attention where there is none, or where it would compute in bfloat16 what
+    the model computes in float32."""
+    dtype = trainer.training.mixed_precision_param
+    if trainer.attention == "varlen" and platform.attention_backend(dtype) != "varlen":
+        raise ValueError(
+            f"{where}.attention='varlen': is a kernel for bfloat16 on a GPU, and the trainer computes in {dtype} on "
+            f"{platform.device_type()}; use 'auto' or 'sdpa'"
         )
 
 

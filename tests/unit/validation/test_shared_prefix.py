@@ -30,7 +30,8 @@ def trainer(**changes):
         (SHAPES["qwen3"], {"attention": "varlen"}, "with trainer.attention='varlen' attention computes each datum by"),
     ],
 )
-def test_refusals(shape, changes, reason):
+def test_refusals(shape, changes, reason, monkeypatch):
+    monkeypatch.setattr(platform, "attention_backend", lambda dtype: "varlen")
     config = trainer(**changes)
     message = refusal(check_trainer, "trainer", config, ModelConfig(shape=shape), 8)
     assert message.startswith(f"trainer.shared_prefix='auto': {reason}") and message.endswith("; use 'off'")
