@@ -127,6 +127,7 @@ def test_an_attempt_restarts_nothing_however_often_the_option_is_given():
     [
         (["--max-tokens", "0"], "--max-tokens=0: an answer needs at least 1; use 1 or more"),
         (["--temperature", "-1"], "--temperature=-1.0: must be finite and not negative; 0 is greedy"),
+        (["--temperature", "0.005"], "--temperature=0.005: is below the engine's smallest; use 0, or 0.01 or more"),
     ],
 )
 def test_sample_refuses_numbers_before_anything_starts(words, said, tmp_path):

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
 async def _sample(args: argparse.Namespace) -> int:
     from torchtitan_rl.config.sampling import AlteredSampling
-    from torchtitan_rl.types import SamplingParams
+    from torchtitan_rl.types import MIN_TEMPERATURE, SamplingParams
     from torchtitan_rl.validation.sampling import check_greedy
 
     try:
@@ -56,6 +56,10 @@ async def _sample(args: argparse.Namespace) -> int:
             raise ValueError(f"--max-tokens={args.max_tokens}: an answer needs at least 1; use 1 or more")
         if not 0 <= args.temperature < math.inf:
             raise ValueError(f"--temperature={args.temperature}: must be finite and not negative; 0 is greedy")
+        if 0 < args.temperature < MIN_TEMPERATURE:
+            raise ValueError(
+                f"--temperature={args.temperature}: is below the engine's smallest; use 0, or {MIN_TEMPERATURE} or more"
+            )
         if not args.temperature:
             check_greedy("--", altered, "add --temperature 1")
         params = SamplingParams(

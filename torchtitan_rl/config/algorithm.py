@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Interval
 
 from torchtitan_rl.constraints import BETAS, Hint
+from torchtitan_rl.types import MIN_TEMPERATURE
 
 __all__ = ["AlgorithmConfig", "DistillConfig", "EntropyControlConfig", "FilterConfig", "ScheduleConfig"]
 __all__ += ["SupervisedConfig", "unwrapped"]
@@ -166,7 +167,7 @@ class AlgorithmConfig:
     recompute_logprobs_per_minibatch: bool = False
     """True: the old policy of a ratio is the trainer's policy just before each optimizer step, so every ratio is
     exactly 1 and nothing is clipped."""
-    temperature: Annotated[float, Gt(0), Hint("use 1, training samples are not greedy")] = 1.0
+    temperature: Annotated[float, Ge(MIN_TEMPERATURE), Hint("use 1, training samples are not greedy")] = 1.0
     """Temperature of sampled rollouts. The trainer divides its logits by the same number, so that log-probabilities
     agree."""
     advantage_fn: Callable | dict[str, Callable] = field(default_factory=_default_advantage_fn)

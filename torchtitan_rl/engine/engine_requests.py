@@ -12,7 +12,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from torchtitan_rl.engine.layer_adapters import EXTRA_ARGUMENT, NO_SLOT
 from torchtitan_rl.engine.structures import structured_outputs
-from torchtitan_rl.types import NEUTRAL, Completion, Request, SamplingParams, Scores
+from torchtitan_rl.types import MIN_TEMPERATURE, NEUTRAL, Completion, Request, SamplingParams, Scores
 
 __all__ = ["completion", "engine_params", "has_nan", "scores"]
 
@@ -22,11 +22,16 @@ _SHARED_FIELDS = ("max_tokens", "temperature", "seed", "stop_token_ids", "stop",
 
 def engine_params(request: Request, adapter_slot: int = NO_SLOT) -> EngineSamplingParams:
     """vLLM's sampling parameters; a request without parameters scores the prompt. `adapter_slot`: of the adapters that
-    answer it. Raises vLLM's error for values that vLLM refuses."""
+    answer it. Raises vLLM's error for values that vLLM refuses, and ValueError for a temperature that it alters."""
     params: SamplingParams | None = request.params
     extra = None if adapter_slot == NO_SLOT else {EXTRA_ARGUMENT: adapter_slot}
     if params is None:
         return _scoring_params(request, extra)
+    if 0 < params.temperature < MIN_TEMPERATURE:  # vLLM would sample at another one than the caller's
+        raise ValueError(
+            f"temperature={params.temperature:g}: is below the smallest that the engine samples at; use 0 for greedy, "
+            f"or {MIN_TEMPERATURE} or more"
+        )
     return EngineSamplingParams(
         **{name: getattr(params, name) for name in _SHARED_FIELDS},
         logprobs=0,

@@ -10,7 +10,7 @@ from torchtitan_rl.types.calls import (
     mean_metrics,
     num_trained,
 )
-from torchtitan_rl.types.completions import NEUTRAL, WITHOUT_ADAPTERS, Request, SamplingParams, Scores
+from torchtitan_rl.types.completions import MIN_TEMPERATURE, NEUTRAL, WITHOUT_ADAPTERS, Request, SamplingParams, Scores
 from torchtitan_rl.types.data import Completion, Datum, LossFunction, LossInputs, Rollout, RolloutGroup, Task, Turn
 from torchtitan_rl.types.reward_bounds import A_REWARD, MAX_REWARD, is_float32, is_reward
 from torchtitan_rl.types.routing import Routing
@@ -22,6 +22,7 @@ __all__ = [
     "is_reward",
     "Task",
     "SamplingParams",
+    "MIN_TEMPERATURE",
     "NEUTRAL",
     "WITHOUT_ADAPTERS",
     "Request",

@@ -9,7 +9,19 @@ from annotated_types import Ge, Gt, Interval
 
 from torchtitan_rl.constraints import Hint
 
-__all__ = ["DistributionSettings", "Request", "SamplingParams", "Scores", "NEUTRAL", "WITHOUT_ADAPTERS", "changes"]
+__all__ = [
+    "DistributionSettings",
+    "Request",
+    "SamplingParams",
+    "Scores",
+    "MIN_TEMPERATURE",
+    "NEUTRAL",
+    "WITHOUT_ADAPTERS",
+    "changes",
+]
+
+MIN_TEMPERATURE = 0.01
+"""The smallest temperature besides 0: vLLM samples at 0.01 where it is asked for less."""
 
 WITHOUT_ADAPTERS = -1
 """In the place of a policy version: the base, in an engine that holds adapters beside it."""
@@ -54,7 +66,7 @@ class SamplingParams(DistributionSettings):
 
     max_tokens: int
     temperature: float = 1.0
-    """0 is greedy."""
+    """0 is greedy; a sample's is at least `MIN_TEMPERATURE`."""
     seed: int | None = None
     """The stream of random numbers: token t takes number t, so equal seed, prompt and weights give equal tokens. On a
     GPU rounding depends on the batch, and a token may differ: docs/numerics.md says how rarely."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torchtitan_rl.config.run import ControllerConfig
 from torchtitan_rl.config.stopping import StopConfig
+from torchtitan_rl.types import MIN_TEMPERATURE
 
 __all__ = ["check_checkpoints", "check_evaluations", "check_stop"]
 
@@ -38,10 +39,10 @@ def check_evaluations(config: ControllerConfig) -> None:
             raise ValueError(
                 f"{where}.pass_at_k={eval_set.pass_at_k}: must be between 0 and num_samples={eval_set.num_samples}"
             )
-        if eval_set.num_samples and not eval_set.temperature > 0:
+        if eval_set.num_samples and not eval_set.temperature >= MIN_TEMPERATURE:
             raise ValueError(
-                f"{where}.temperature={eval_set.temperature}: samples of one task would all be the same; use a "
-                "positive one"
+                f"{where}.temperature={eval_set.temperature}: samples of one task would all be the same; use "
+                f"{MIN_TEMPERATURE} or more"
             )
 
 

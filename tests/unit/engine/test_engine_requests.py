@@ -3,6 +3,7 @@
 import pickle
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from torchtitan_rl import adapters
@@ -81,6 +82,14 @@ def test_a_request_without_parameters_scores_its_prompt():
     assert (
         sampling.prompt_logprobs is None and sampling.logprobs == 0 and sampling.detokenize and sampling.flat_logprobs
     )
+
+
+def test_a_temperature_that_vllm_would_raise_is_refused():
+    for least in (0.0, 0.01):
+        params = engine_params(Request([1, 2], SamplingParams(max_tokens=4, temperature=least)))
+        assert params.temperature == least
+    with pytest.raises(ValueError, match=r"temperature=0\.005: is below the smallest .* use 0 for greedy, or 0\.01 or"):
+        engine_params(Request([1, 2], SamplingParams(max_tokens=4, temperature=0.005)))
 
 
 def test_what_alters_the_distribution_reaches_the_engine():

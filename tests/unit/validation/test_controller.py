@@ -4,7 +4,7 @@ import pytest
 
 from torchtitan_rl.config.run import ControllerConfig, EvalSetConfig
 from torchtitan_rl.config.stopping import StopConfig
-from torchtitan_rl.validation.controller import check_checkpoints, check_stop
+from torchtitan_rl.validation.controller import check_checkpoints, check_evaluations, check_stop
 from torchtitan_rl.validation.fields import check_fields
 
 
@@ -68,3 +68,12 @@ def test_rules_about_evaluations_need_evaluations():
         check_stop(ControllerConfig(eval_every=0, stop=StopConfig(patience=2)))
     check_stop(ControllerConfig(eval_every=0, stop=StopConfig(min_entropy=0.1)))
     check_stop(ControllerConfig(stop=StopConfig(patience=2, min_improvement=0.01, target_accuracy=1.0)))
+
+
+def test_samples_of_an_evaluation_have_a_temperature_that_the_engine_samples_at():
+    sampled = ControllerConfig(eval_sets={"hard": EvalSetConfig(num_samples=4, temperature=0.01)})
+    check_evaluations(sampled)
+    for temperature in (0.005, 0.0, float("nan")):
+        sampled.eval_sets["hard"].temperature = temperature
+        with pytest.raises(ValueError, match="hard.temperature=.* would all be the same; use 0.01 or more"):
+            check_evaluations(sampled)
