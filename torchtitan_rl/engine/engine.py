@@ -303,6 +303,12 @@ class Engine:
         self.model = vllm_internals.model(engine)
         self.model_runner = vllm_internals.model_runner(engine)
         if self.model_runner == "v1":
+            if self._schedules_ahead:  # VLLM_USE_V2_MODEL_RUNNER=0 chooses it where the config leaves it open
+                raise RuntimeError(
+                    "generator.async_scheduling: the engine has vLLM's V1 model runner, which draws tokens by numbers "
+                    "that are a step old then; use generator.async_scheduling=False, or the V2 runner "
+                    "(generator.model_runner='v2', without VLLM_USE_V2_MODEL_RUNNER=0)"
+                )
             noise.install(vllm_internals.runner(engine), self._seed)
         if self._config.max_adapters:
             self.model.adapter_batch.install(vllm_internals.runner(engine), self._config.max_num_seqs)

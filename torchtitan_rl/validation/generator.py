@@ -43,9 +43,15 @@ def check_replicas(config: RunConfig) -> None:
 
 
 def check_adapters(config: RunConfig) -> None:
-    """Raises ValueError for slots for adapters that nothing fills, or that the engine cannot have."""
+    """Raises ValueError for slots for adapters that nothing fills, that the engine cannot have, or that are of other
+    adapters than those that train."""
     generator = config.generator
     if not (slots := generator.max_adapters):
+        if generator.adapters is not None:
+            raise ValueError(
+                "generator.adapters: with generator.max_adapters=0 an engine has no room for adapters; set "
+                "max_adapters, or leave adapters out"
+            )
         return
     if config.trainer.lora is None:
         raise ValueError(
@@ -62,12 +68,28 @@ def check_adapters(config: RunConfig) -> None:
         ("compile", generator.compile, f"{by_host}, not in compiled code; use False"),
         ("enforce_eager", generator.enforce_eager is False, f"{by_host}, not in a CUDA graph; use True"),
         ("model_runner", generator.model_runner == "v2", "vLLM's V1 model runner tells requests apart; use 'v1'"),
+        (
+            "async_scheduling",
+            generator.async_scheduling,
+            "vLLM's V1 model runner serves, which draws tokens by numbers that are a step old then; use False",
+        ),
         ("on_update", generator.on_update != "keep", "a request keeps the adapters that it began with; use 'keep'"),
     ):
         if is_refused:
             raise ValueError(
                 f"generator.{name}={getattr(generator, name)!r}: with generator.max_adapters={slots}, {reason}, or "
                 "max_adapters=0"
+            )
+    room, trained = generator.adapters, config.trainer.lora
+    assert room is not None  # `settled` takes what nobody has said from trainer.lora
+    for name, ours, theirs in (
+        ("rank", room.rank, trained.rank),
+        ("target_modules", sorted(set(room.target_modules)), sorted(set(trained.target_modules))),
+    ):
+        if ours != theirs:
+            raise ValueError(
+                f"generator.adapters.{name}={ours!r}: is not that of the adapters that train, trainer.lora.{name}="
+                f"{theirs!r}; leave generator.adapters out, which takes trainer.lora"
             )
 
 

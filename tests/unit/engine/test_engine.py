@@ -13,6 +13,7 @@ from torchtitan_rl.types import Request, SamplingParams
 
 adapters.prepare_vllm(eager=True)
 
+from torchtitan_rl.engine import engine as engine_module  # noqa: E402
 from torchtitan_rl.engine.engine import Engine  # noqa: E402
 
 SHAPE = Qwen3Shape(vocab_size=8, dim=16, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=8, hidden_dim=16, max_seq_len=16)
@@ -57,6 +58,15 @@ def test_requests_of_all_calls_that_wait_are_admitted_before_the_next_step(engin
     assert engine._engine.at_steps == [6]
     engine._iterate()
     assert engine._engine.at_steps == [6, 6]
+
+
+def test_an_engine_whose_runner_draws_by_old_numbers_does_not_schedule_ahead(engine, monkeypatch):
+    monkeypatch.setattr(engine_module.LLMEngine, "from_engine_args", lambda args: Recorded())
+    monkeypatch.setattr(engine_module.vllm_internals, "model", lambda built: None)
+    monkeypatch.setattr(engine_module.vllm_internals, "model_runner", lambda built: "v1")
+    engine._schedules_ahead = True
+    with pytest.raises(RuntimeError, match="the engine has vLLM's V1 model runner, which draws tokens by numbers"):
+        engine._build()
 
 
 def test_an_engine_takes_no_request_until_all_that_sleeps_is_awake(engine):

@@ -145,6 +145,34 @@ def test_slots_for_adapters():
     validate(config)
 
 
+def test_slots_for_adapters_have_a_runner_that_does_not_schedule_ahead(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config = run_config()
+    config.trainer.lora, config.generator.max_adapters, config.generator.async_scheduling = LoRAConfig(), 2, True
+    assert refusal(validate, config) == (
+        "generator.async_scheduling=True: with generator.max_adapters=2, vLLM's V1 model runner serves, which draws "
+        "tokens by numbers that are a step old then; use False, or max_adapters=0"
+    )
+
+
+def test_slots_are_for_the_adapters_that_train():
+    config = run_config()
+    config.trainer.lora, config.generator.adapters = LoRAConfig(rank=16), LoRAConfig(rank=16, alpha=1.0)
+    assert refusal(validate, config) == (
+        "generator.adapters: with generator.max_adapters=0 an engine has no room for adapters; set max_adapters, or "
+        "leave adapters out"
+    )
+    config.generator.max_adapters = 4
+    validate(config)
+    config.generator.adapters.rank = 8
+    assert refusal(validate, config) == (
+        "generator.adapters.rank=8: is not that of the adapters that train, trainer.lora.rank=16; leave "
+        "generator.adapters out, which takes trainer.lora"
+    )
+    config.generator.adapters = LoRAConfig(rank=16, target_modules=["q_proj"])
+    assert refusal(validate, config).startswith("generator.adapters.target_modules=['q_proj']: is not that of the")
+
+
 def test_a_servers_generator_holds_adapters_where_it_can(monkeypatch):
     for device, fields, holds in (
         ("cpu", {}, True),
