@@ -10,7 +10,6 @@ import torch
 from torchtitan.components.optimizer import default_adamw
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
-from torchtitan.models.utils import validate_converter_order
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.utils import set_default_dtype
 
@@ -65,7 +64,6 @@ def cut_model(
     group may be a fake one. `attention`, `chunk_bytes`: those of another device than this machine's."""
     spec = build_spec(model_config)
     shape = resolve_shape(model_config)
-    validate_converter_order(config.converters)
     for converter in config.converters:
         spec.model = converter.build().convert(spec.model)
     if role in VALUE_ROLES:

@@ -8,14 +8,20 @@ __all__ = ["check_converters"]
 
 
 def check_converters(converters: list, where: str = "trainer.converters") -> None:
-    """Raises ValueError for a converter out of order, for hardware or a package that is missing, and for LoRA's."""
+    """Raises ValueError for what is no converter's config, for missing hardware or packages, and for LoRA's."""
     if not converters:
         return  # torchtitan's converters take seconds to import; a config that lists a converter has imported them
     from torchtitan.components.lora import LoRAConverter
     from torchtitan.components.quantization import Float8GroupedExpertsConverter, Float8LinearConverter
 
     for index, converter in enumerate(converters):
+        if isinstance(converter, type):
+            own = converter.__qualname__
+            config = own if own.endswith("Config") else f"{own}.Config"
+            raise ValueError(f"{where}[{index}]={own}: is a class, not a config of one; write {config}()")
         name = f"{where}[{index}]={type(converter).__qualname__}"
+        if not callable(getattr(converter, "build", None)):
+            raise ValueError(f"{name}: has no build() method; give a converter's config, such as X.Config()")
         if isinstance(converter, LoRAConverter.Config):
             raise ValueError(
                 f"{name}: adapters belong to trainer.lora, which also checkpoints, merges and exports "

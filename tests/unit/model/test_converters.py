@@ -49,6 +49,18 @@ def test_loras_converter_is_refused_in_favour_of_the_setting():
     assert "use trainer.lora=LoRAConfig(...)" in refusal(check_converters, [LoRAConverter.Config()])
 
 
+def test_what_is_no_config_of_a_converter_is_refused(quantization):
+    own = "Float8LinearConverter.Config"
+    converter = quantization.Float8LinearConverter
+    for given in (converter, converter.Config):
+        assert refusal(check_converters, [given]) == (
+            f"trainer.converters[0]={given.__qualname__}: is a class, not a config of one; write {own}()"
+        )
+    assert refusal(check_converters, ["float8"]) == (
+        "trainer.converters[0]=str: has no build() method; give a converter's config, such as X.Config()"
+    )
+
+
 def test_no_converters_import_nothing():
     code = (
         "import sys; from torchtitan_rl.model.converters import check_converters; check_converters([]); "
