@@ -142,6 +142,8 @@ def test_the_sizes_of_a_model_have_constraints_in_a_config_and_in_a_directory(tm
     ):
         config.model = model
         assert refusal(validate, config) == "model.shape.n_layers=0: must be at least 1"
+    (tmp_path / "config.json").write_text(json.dumps(content | {"vocab_size": "64"}))
+    assert refusal(validate, config).startswith("model.shape.vocab_size='64': ")
 
 
 CLASSES = [

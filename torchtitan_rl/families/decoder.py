@@ -173,10 +173,16 @@ class DecoderShape(ABC):
                 f"{where}: its config.json says model_type={hf.get('model_type')!r}, and the family {cls.name} has "
                 f"{kinds}; give model.shape or model.family of the model's own family"
             )
-        fields = cls._fields_of_hf(hf, where)
+        try:
+            fields = cls._fields_of_hf(hf, where)
+        except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:  # a value of another kind
+            raise ValueError(
+                f"{where}: its config.json cannot be read as a {cls.name}'s ({type(error).__name__}: {error}); fetch "
+                "the directory again"
+            ) from None
         try:
             return cls(**fields)
-        except ValueError as error:  # sizes that do not go together
+        except (ValueError, TypeError) as error:  # sizes that do not go together
             raise ValueError(
                 f"{where}: its config.json is of no {cls.name}: {error}; fetch the directory again"
             ) from None
@@ -306,8 +312,8 @@ def _num_positions(number: int, scaling: dict[str, Any]) -> int:
 def read_config_json(path: Path, where: str) -> dict[str, Any]:
     """The content of a `config.json`. Raises ValueError, beginning with `where`, for a file that is no JSON object."""
     try:
-        content = json.loads(path.read_text())
-    except ValueError as error:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{where}: its config.json is not JSON ({error}); fetch the directory again") from None
     if not isinstance(content, dict):
         raise ValueError(f"{where}: its config.json holds no JSON object; fetch the directory again")

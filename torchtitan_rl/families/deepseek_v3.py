@@ -191,7 +191,7 @@ class DeepseekV3Shape(DecoderShape):
         check_keys(hf, HF_KEYS, where)
         number = "n_routed_experts" if "n_routed_experts" in hf else "num_local_experts"
         # transformers has values for what a config.json lacks: those of the model with 671B parameters.
-        required(hf, (*_READ, number, "n_group", "topk_group", "rms_norm_eps"), where)
+        required(hf, (*_READ, number, "intermediate_size", "n_group", "topk_group", "rms_norm_eps"), where)
         if "q_lora_rank" not in hf:
             required(hf, ("q_lora_rank",), where)
         if hf.get("num_local_experts", hf[number]) != hf[number]:

@@ -106,7 +106,7 @@ class GptOssShape(DecoderShape):
         number = "num_local_experts" if "num_local_experts" in hf else "num_experts"
         rope = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
         # transformers has values for what a config.json lacks, and some differ from those of other families.
-        required(hf, (number, "num_experts_per_tok", "sliding_window", rope), where)
+        required(hf, (number, "num_experts_per_tok", "num_hidden_layers", "sliding_window", rope), where)
         if hf[rope].get("rope_theta") is None:
             required(hf, ("rope_theta",), where)
         kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(hf["num_hidden_layers"])]

@@ -144,7 +144,7 @@ def rope_of(hf: Mapping[str, Any], where: str) -> tuple[float, dict[str, Any]]:
     the model's, as in transformers. Raises ValueError for two bases, and for two scalings."""
     parts = {name: hf.get(name) or {} for name in ("rope_scaling", "rope_parameters")}
     bases = {"rope_theta": hf.get("rope_theta")} | {name: part.get("rope_theta") for name, part in parts.items()}
-    bases = {place: float(base) for place, base in bases.items() if base is not None}
+    bases = {place: _number(base, "rope_theta", where) for place, base in bases.items() if base is not None}
     if len(set(bases.values())) > 1:
         both = " and ".join(f"{base:g} in {place}" for place, base in bases.items())
         raise ValueError(f"{where}: its config.json has two bases of the rotary embedding, {both}; keep the right one")
@@ -167,6 +167,12 @@ def _scaling(part: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     numbers = {name: value for name, value in part.items() if name not in ("rope_theta", "rope_type", "type")}
     return {"rope_type": kind} | {name: value for name, value in numbers.items() if value is not None}
+
+
+def _number(value: Any, key: str, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{where}: its config.json says {key}={value!r}, no number; fetch the directory again")
+    return float(value)
 
 
 def _refuse(where: str, key: str, value: Any, title: str, *needed: Any) -> None:

@@ -80,8 +80,17 @@ class Llama3Shape(DecoderShape):
     @classmethod
     def _fields_of_hf(cls, hf: dict[str, Any], where: str) -> dict[str, Any]:
         check_keys(hf, HF_KEYS, where)
+        is_mistral = hf["model_type"] == "mistral"
+        if is_mistral and "sliding_window" not in hf:
+            raise ValueError(
+                f"{where}: its config.json has no sliding_window, with which a Mistral's is 4096; set it to null where "
+                "the model was trained without a window, or use another model"
+            )
         _, scaling = rope_of(hf, where)
-        return sizes_of_hf(hf, where) | {"rope_scaling": Llama3Scaling.from_hf(scaling, where) if scaling else None}
+        heads = ("num_key_value_heads",) if is_mistral else ()  # a Mistral's is 8 where it is missing
+        return sizes_of_hf(hf, where, heads=heads) | {
+            "rope_scaling": Llama3Scaling.from_hf(scaling, where) if scaling else None
+        }
 
     def _hf_kind(self) -> dict[str, Any]:
         return dict(architectures=["LlamaForCausalLM"], model_type="llama", attention_bias=False, mlp_bias=False)

@@ -13,13 +13,31 @@ __all__ = ["resolve_shape", "kv_bytes_per_token", "state_bytes"]
 
 
 def resolve_shape(config: ModelConfig) -> DecoderShape:
-    """Sizes of the configured model. Raises ValueError for no sizes, for two sources of sizes, and for a config.json
-    that cannot be read."""
+    """Sizes of the configured model. Raises ValueError for no sizes, for two sources of sizes, for a family that is no
+    class of shapes, and for a config.json that cannot be read."""
+    if config.family is not None:
+        _check_family(config)
     if config.flavor is None:
         return read_shape(config)
     if config.shape is not None:
         raise ValueError(f"model.flavor={config.flavor!r}: model.shape is set too; keep one of them")
     return Qwen3Shape.of_flavor(config.flavor)
+
+
+def _check_family(config: ModelConfig) -> None:
+    """Raises ValueError for a family that is no class of shapes, and for one that no config.json is read with."""
+    family = config.family
+    if not (isinstance(family, type) and issubclass(family, DecoderShape)):
+        raise ValueError(
+            f"model.family={family!r}: is no class of shapes; give a subclass of DecoderShape (docs/families.md), or "
+            "leave it out for a family of this package"
+        )
+    for name in ("shape", "flavor"):
+        if getattr(config, name) is not None:
+            raise ValueError(
+                f"model.family={family.__qualname__}: reads the config.json of model.assets, and model.{name} gives "
+                "the sizes already; keep one of them"
+            )
 
 
 def kv_bytes_per_token(config: GeneratorConfig, shape: DecoderShape) -> int:

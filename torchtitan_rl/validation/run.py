@@ -53,12 +53,13 @@ def validate(config: RunConfig) -> None:
     for task in (config.task, config.supervised.task, preferred, *(eval_set.task for eval_set in eval_sets)):
         _check_again(task)
     shape = resolve_shape(config.model)
+    check_fields(shape, "model.shape.")  # what the config.json of a directory says; another role's below
     _check_tokenizer(config.model, shape)
     longest = config.sampling.max_prompt_tokens + config.sampling.max_tokens
     for role, (trainer, model) in config.trainers().items():
         prefix = "" if role == "policy" else f"roles.{role}."
         role_shape = resolve_shape(model)
-        check_fields(role_shape, f"{prefix}model.shape.")  # a directory's config.json may have said it
+        check_fields(role_shape, f"{prefix}model.shape.")
         try:
             _check_again(role_shape)
         except ValueError as error:

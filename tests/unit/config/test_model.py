@@ -113,10 +113,26 @@ def test_another_kind_of_model_is_refused(model_type, tmp_path):
     )
 
 
-@pytest.mark.parametrize("content", ["{", '{"model_type": "qwen3", "hidden_size": 16}'], ids=["not json", "no sizes"])
+@pytest.mark.parametrize(
+    "content",
+    [b"{", b'{"model_type": "qwen3", "hidden_size": 16}', b"[]", "{}".encode("utf-16"), b""],
+    ids=["not json", "no sizes", "a list", "utf-16", "empty"],
+)
 def test_a_damaged_config_is_refused_by_its_directory(content, tmp_path):
-    (tmp_path / "config.json").write_text(content)
+    (tmp_path / "config.json").write_bytes(content)
     assert refusal(resolve_shape, ModelConfig(assets=str(tmp_path))).startswith(f"model.assets={str(tmp_path)!r}: ")
+
+
+def test_a_family_that_would_read_no_config_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(TINY.to_hf(1, 0)))
+    for no_class in ("llama3", TINY, int):
+        message = refusal(resolve_shape, ModelConfig(assets=str(tmp_path), family=no_class))
+        assert message.startswith(f"model.family={no_class!r}: is no class of shapes; give a subclass of DecoderShape")
+    for sizes in ({"shape": TINY}, {"flavor": "0.6B"}):
+        message = refusal(resolve_shape, ModelConfig(assets=str(tmp_path), family=Qwen3Shape, **sizes))
+        (name,) = sizes
+        assert message.startswith("model.family=Qwen3Shape: reads the config.json of model.assets, and")
+        assert f"model.{name} gives the sizes already; keep one of them" in message
 
 
 def test_assets_that_are_not_there_are_refused(tmp_path):

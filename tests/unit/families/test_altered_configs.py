@@ -142,6 +142,42 @@ def of(base, altered):
     return {key: value for key, value in content.items() if value is not None or altered.get(key, 0) is not None}
 
 
+DAMAGED = [
+    {"hidden_size": "128"},
+    {"num_attention_heads": 0, "head_dim": None},
+    {"num_attention_heads": "4"},
+    {"rope_parameters": [1]},
+    {"rope_parameters": None, "rope_scaling": [1]},
+    {"rope_parameters": None, "rope_theta": "x"},
+    {"rope_parameters": {"rope_theta": [1]}},
+    {"layer_types": 3},
+    {"max_position_embeddings": {}},
+    {"num_hidden_layers": "2"},
+]
+
+
+@pytest.mark.parametrize("damaged", DAMAGED, ids=json.dumps)
+@pytest.mark.parametrize("base", BASES)
+def test_a_damaged_value_is_refused_or_left_to_the_checks_of_fields(base, damaged):
+    accepted(of(base, damaged))
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_a_key_that_is_missing_or_null_is_no_traceback(base):
+    for key in BASES[base]:
+        accepted({name: value for name, value in BASES[base].items() if name != key})
+        accepted(BASES[base] | {key: None})
+
+
+def test_a_mistral_says_that_it_has_no_window_and_how_many_key_heads():
+    mistral = BASES["llama3"] | {"model_type": "mistral", "sliding_window": None}
+    assert accepted(mistral) is not None
+    for key, words in (("sliding_window", "with which a Mistral's is 4096"), ("num_key_value_heads", "fetch the")):
+        without = {name: value for name, value in mistral.items() if name != key}
+        with pytest.raises(ValueError, match=f"its config.json has no {key}.*{words}"):
+            shape_of_hf(without, "m")
+
+
 def accepted(content):
     try:
         return shape_of_hf(content, "m")
