@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, get_args, get_origin
 
 import numpy as np
@@ -13,6 +14,7 @@ from annotated_types import Ge, Gt, Interval, Le
 import torchtitan_rl.config as rl
 from tests.kit.refusal import refusal
 from tests.kit.run_config import run_config
+from tests.unit.families.shapes import SHAPES
 from torchtitan_rl.config.record import ProfileConfig
 from torchtitan_rl.config.values import field_types
 from torchtitan_rl.constraints import Check, Hint, complaint
@@ -123,6 +125,7 @@ def test_a_task_of_ones_own_may_have_constraints():
             {"betas": (0.9, 1.0)},
             "betas=(0.9, 1.0): must be two numbers from 0 to below 1; AdamW's usual ones are (0.9, 0.999)",
         ),
+        (partial(dataclasses.replace, SHAPES["llama3"]), {"rope_theta": 1.0}, "rope_theta=1.0: must be above 1"),
         (YarnScaling, {"factor": 0.0, "original_max_seq_len": 32}, "factor=0.0: must be positive"),
     ],
 )

@@ -58,7 +58,7 @@ class DecoderShape(ABC):
     """Size of one head."""
     hidden_dim: Annotated[int, Ge(1)]
     """Inner size of the gated feed-forward; in a mixture of experts, of each expert."""
-    rope_theta: Annotated[float, Gt(0)] = 1e4
+    rope_theta: Annotated[float, Gt(1)] = 1e4
     """Base of the rotary embedding's frequencies."""
     max_seq_len: Annotated[int, Ge(1)] = 4096
     """Positions that the rotary embedding covers, in tokens."""

@@ -109,6 +109,11 @@ class DeepseekV3Shape(DecoderShape):
         )
 
     @property
+    def cut_sizes(self) -> dict[str, int]:
+        sizes = {"n_heads": self.n_heads, "n_kv_heads": self.n_kv_heads, "hidden_dim": self.hidden_dim}
+        return sizes | ({"dense_hidden_dim": self.dense_hidden_dim} if self.n_dense_layers else {})
+
+    @property
     def num_mixture_layers(self) -> int:
         return self.n_layers - self.n_dense_layers
 

@@ -39,7 +39,7 @@ class GptOssShape(DecoderShape):
     """Positions that a query of layers 0, 2, 4, ... attends to, its own included."""
     swiglu_limit: Annotated[float, Gt(0)] = 7.0
     """Bound of an expert's gate from above, and of the other factor from both sides."""
-    rope_theta: Annotated[float, Gt(0)] = 1.5e5
+    rope_theta: Annotated[float, Gt(1)] = 1.5e5
     """Base of the rotary embedding's frequencies."""
     rope_scaling: YarnScaling | None = None
     """For contexts beyond that of the original training; None: no scaling."""

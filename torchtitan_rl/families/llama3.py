@@ -30,7 +30,7 @@ class Llama3Shape(DecoderShape):
     """The sizes of a Llama 3. Example: `Llama3Shape(vocab_size=64, dim=128, n_layers=4, n_heads=4, n_kv_heads=2,
     head_dim=32, hidden_dim=384)` has 0.8M parameters."""
 
-    rope_theta: Annotated[float, Gt(0)] = 5e5
+    rope_theta: Annotated[float, Gt(1)] = 5e5
     """Base of the rotary embedding's frequencies."""
     norm_eps: Annotated[float, Ge(0)] = 1e-5
     """Added to the mean square in every RMS norm."""

@@ -30,7 +30,7 @@ class Qwen2Shape(DecoderShape):
     """The sizes of a Qwen2.5. Example: `Qwen2Shape(vocab_size=64, dim=128, n_layers=4, n_heads=4, n_kv_heads=2,
     head_dim=32, hidden_dim=384)` has 0.8M parameters."""
 
-    rope_theta: Annotated[float, Gt(0)] = 1e6
+    rope_theta: Annotated[float, Gt(1)] = 1e6
     """Base of the rotary embedding's frequencies."""
     rope_scaling: YarnScaling | None = None
     """For contexts beyond that of the original training; None: no scaling."""

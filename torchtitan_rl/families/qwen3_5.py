@@ -53,7 +53,7 @@ class Qwen35Shape(DecoderShape):
     n_kv_heads=2, head_dim=32, hidden_dim=384, n_key_heads=4, n_value_heads=4, key_head_dim=32, value_head_dim=32)` has
     0.9M parameters."""
 
-    rope_theta: Annotated[float, Gt(0)] = 1e7
+    rope_theta: Annotated[float, Gt(1)] = 1e7
     """Base of the rotary embedding's frequencies."""
     rotary_factor: Annotated[float, Interval(gt=0, le=1)] = 0.25
     """The part of a head that the rotary embedding turns."""

@@ -16,7 +16,7 @@ from torchtitan_rl.config.meshes import LoRAConfig, TrainerConfig
 from torchtitan_rl.config.model import DeepseekV3Shape, ExpertsShape, ModelConfig
 from torchtitan_rl.families import shape_of_hf
 from torchtitan_rl.model.spec import build_spec, training_spec
-from torchtitan_rl.validation.trainer import check_trainer
+from torchtitan_rl.validation.trainer import check_degree, check_trainer
 
 SMALL = SHAPES["deepseek"]
 PUBLISHED = dict(  # config.json of Moonlight-16B-A3B
@@ -150,6 +150,14 @@ def test_a_bias_without_a_coefficient_stays():
     moving = dataclasses.replace(SMALL, experts=ExpertsShape(num_experts=8, top_k=3, load_balance_coeff=0.01))
     assert build_spec(ModelConfig(shape=moving)).post_optimizer_build_fn is not None
     assert shape_of_hf(moving.to_hf(1, 0), "m") == moving
+
+
+def test_a_degree_divides_the_feed_forward_of_the_first_layers():
+    shape = dataclasses.replace(SMALL, dense_hidden_dim=81)
+    assert refusal(check_degree, "generator.tensor_parallel_degree", 2, shape) == (
+        "generator.tensor_parallel_degree=2: must divide the model's dense_hidden_dim=81; use one of [1]"
+    )
+    check_degree("generator.tensor_parallel_degree", 2, dataclasses.replace(shape, n_dense_layers=0))
 
 
 def test_sizes_and_settings_that_do_not_fit_are_refused():
