@@ -174,13 +174,25 @@ def test_the_foreach_optimizer_takes_the_parameters_size_again():
 
 
 def test_a_generator_by_hand():
-    config = GeneratorConfig(kv_cache_gib=24.0, max_num_seqs=256, max_num_batched_tokens=16_384)
+    config = GeneratorConfig(kv_cache_gib=24.0, max_num_seqs=256, max_num_batched_tokens=16_384, max_model_len=2048)
     parts = generator_parts(config, QWEN3_0_6B)
     assert parts["weights"] == 2 * 596_049_920 and parts["kv_cache"] == 24 * GIB
     assert parts["working"] == 2 * 16_384 * (4 * 1024 + 2 * 4096 + 3 * 3072) + 12 * 256 * 151_936
     config.tensor_parallel_degree = 2  # embedding and head and norms are whole on both ranks
     whole = 151_936 * 1024 + 28 * (2 * 1024 + 2 * 128) + 1024
     assert generator_parts(config, QWEN3_0_6B)["weights"] == 2 * whole + (596_049_920 - whole)
+
+
+def test_an_iteration_has_no_more_tokens_than_its_sequences():
+    config = GeneratorConfig(max_num_seqs=4, max_num_batched_tokens=16_384, max_model_len=100)
+    assert generator_parts(config, QWEN3_0_6B)["working"] == 2 * 400 * (4 * 1024 + 2 * 4096 + 3 * 3072) + 48 * 151_936
+
+
+def test_slots_for_adapters_by_hand():
+    config = GeneratorConfig(max_model_len=64, max_adapters=3, adapters=LoRAConfig(rank=8, target_modules=["o_proj"]))
+    assert generator_parts(config, QWEN3_0_6B)["adapters"] == 2 * 3 * 28 * 8 * (2048 + 1024)
+    config.max_adapters = 0
+    assert "adapters" not in generator_parts(config, QWEN3_0_6B)
 
 
 def test_a_head_in_float32_by_hand():

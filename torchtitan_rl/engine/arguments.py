@@ -12,7 +12,7 @@ from torchtitan_rl.config.meshes import GeneratorConfig
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.engine import vllm_model
 from torchtitan_rl.families import DecoderShape
-from torchtitan_rl.model.decoding import runs_eager, schedules_ahead
+from torchtitan_rl.model.decoding import max_num_batched_tokens, runs_eager, schedules_ahead
 from torchtitan_rl.model.shape import resolve_shape
 
 __all__ = ["engine_args"]
@@ -43,7 +43,7 @@ def engine_args(config: GeneratorConfig, model: ModelConfig, seed: int, *, sleep
         distributed_executor_backend="external_launcher" if config.tensor_parallel_degree > 1 else None,
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=_max_num_batched_tokens(config),
+        max_num_batched_tokens=max_num_batched_tokens(config),
         enable_chunked_prefill=platform.can_cut_prompts(),
         async_scheduling=schedules_ahead(config, shape),
         kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30),
@@ -72,13 +72,6 @@ def _overrides(config: GeneratorConfig, model: ModelConfig, shape: DecoderShape)
     if model.float32_head:
         overrides["head_dtype"] = "float32"
     return overrides
-
-
-def _max_num_batched_tokens(config: GeneratorConfig) -> int:
-    """At most what `max_num_seqs` sequences have: vLLM warms up with as many tokens as an iteration may have, shared by
-    so many sequences. On a GPU attention reads beyond the block table of a sequence of more than `max_model_len`."""
-    most = config.max_num_seqs * config.max_model_len
-    return min(max(config.max_num_batched_tokens, config.max_model_len), most)
 
 
 def _compilation(config: GeneratorConfig, eager: bool) -> dict[str, str]:

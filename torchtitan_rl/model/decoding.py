@@ -7,7 +7,7 @@ from torchtitan_rl import platform
 from torchtitan_rl.config.meshes import GeneratorConfig
 from torchtitan_rl.families import DecoderShape
 
-__all__ = ["holds_adapters", "runs_eager", "schedules_ahead"]
+__all__ = ["holds_adapters", "max_num_batched_tokens", "runs_eager", "schedules_ahead"]
 
 
 def holds_adapters(generator: GeneratorConfig) -> bool:
@@ -35,6 +35,14 @@ def schedules_ahead(generator: GeneratorConfig, shape: DecoderShape) -> bool:
     if generator.async_scheduling is not None:
         return generator.async_scheduling
     return _is_measured(generator, shape) and generator.model_runner != "v1"
+
+
+def max_num_batched_tokens(generator: GeneratorConfig) -> int:
+    """The most tokens of an engine's iteration, at most what `max_num_seqs` sequences have: vLLM warms up with as many
+    tokens as an iteration may have, shared by so many sequences. On a GPU attention reads beyond the block table of a
+    sequence of more than `max_model_len`."""
+    most = generator.max_num_seqs * generator.max_model_len
+    return min(max(generator.max_num_batched_tokens, generator.max_model_len), most)
 
 
 def _is_measured(generator: GeneratorConfig, shape: DecoderShape) -> bool:

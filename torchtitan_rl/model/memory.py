@@ -19,7 +19,7 @@ from torchtitan_rl import platform
 from torchtitan_rl.config.meshes import GeneratorConfig, LoRAConfig, TrainerConfig
 from torchtitan_rl.config.run import COLOCATION, RunConfig
 from torchtitan_rl.families import DecoderShape
-from torchtitan_rl.model.decoding import runs_eager
+from torchtitan_rl.model.decoding import max_num_batched_tokens, runs_eager
 from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.model.shared_prefix import MAX_KEYS
 
@@ -218,7 +218,8 @@ def generator_parts(
     """Bytes of one generator rank: `weights` (embedding, head, norms and routers whole on every rank), `kv_cache`, and
     `working`: one layer's activations of an engine step's tokens, and three times the float32 logits of the sampled
     sequences. On a CPU also `packed`: the copies of all matrices but those of routed experts that are multiplied with
-    (`engine.kernels`).
+    (`engine.kernels`). With `max_adapters` also `adapters`: the slots, as one rank of a replica has them. `config` has
+    its `max_model_len`, and its `adapters` where it has slots.
     """
     dtype, tensor_parallel = _BYTES[config.dtype], config.tensor_parallel_degree
     router = 0 if shape.experts is None else shape.experts.num_experts * shape.dim
@@ -238,12 +239,19 @@ def generator_parts(
         if packs or float32_head:  # the head, also one that is tied
             head = (4 if float32_head else dtype) * shape.vocab_size * shape.dim
             packed["packed"] = packed.get("packed", 0) + head
-    return packed | {
-        "weights": dtype * (whole + (shape.num_parameters - whole) // tensor_parallel),
-        "kv_cache": int(config.kv_cache_gib * 2**30),
-        "working": dtype * max(config.max_num_batched_tokens, config.max_model_len) * per_token
-        + 3 * 4 * config.max_num_seqs * shape.vocab_size,
-    }
+    slots = {}
+    if config.max_adapters and config.adapters is not None:
+        slots["adapters"] = dtype * config.max_adapters * num_adapter_parameters(config.adapters, shape)
+    return (
+        packed
+        | {
+            "weights": dtype * (whole + (shape.num_parameters - whole) // tensor_parallel),
+            "kv_cache": int(config.kv_cache_gib * 2**30),
+            "working": dtype * max_num_batched_tokens(config) * per_token
+            + 3 * 4 * config.max_num_seqs * shape.vocab_size,
+        }
+        | slots
+    )
 
 
 def run_parts(config: RunConfig, device: str = "cuda") -> dict[str, dict[str, int]]:
