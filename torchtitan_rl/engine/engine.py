@@ -276,8 +276,6 @@ class Engine:
                 self._iterate()
             self._failure = RuntimeError("it was closed")
             self._fail_waiting()
-            if self._recording is not None:
-                self._recording.close()
             vllm_internals.shut_down(self._engine)
         except BaseException as error:  # any error at all: a caller would wait forever for a dead thread
             logger.exception("the engine thread failed")
@@ -288,6 +286,13 @@ class Engine:
                 logging.shutdown()
                 os._exit(1)
             self._fail_waiting()
+            # The process of an engine alone may go on, and needs its memory. One with other ranks is ended with them.
+            if hasattr(self, "_engine") and self._config.tensor_parallel_degree == 1:
+                with suppress(Exception):  # a broken engine may not end in order, and why it broke is said above
+                    vllm_internals.shut_down(self._engine)
+        finally:
+            if self._recording is not None:
+                self._recording.close()
 
     def _build(self) -> LLMEngine:
         model_class = vllm_model.model_class(resolve_shape(self._model_config))

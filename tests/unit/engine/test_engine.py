@@ -69,6 +69,34 @@ def test_an_engine_whose_runner_draws_by_old_numbers_does_not_schedule_ahead(eng
         engine._build()
 
 
+@pytest.mark.parametrize("ends_badly", [False, True])
+def test_an_engine_whose_thread_fails_frees_its_memory_and_ends_its_record(tmp_path, monkeypatch, ends_badly):
+    freed = []
+
+    def shut_down(engine):
+        freed.append(engine)
+        if ends_badly:
+            raise RuntimeError("no device")
+
+    write_model_dir(tmp_path, SHAPE, assets_dir(ModelConfig(assets="chars")), eos=1, pad=0)
+    engine = Engine(
+        GeneratorConfig(),
+        ModelConfig(assets=str(tmp_path)),
+        seed=0,
+        rank=0,
+        schedules=Schedules(directory=str(tmp_path / "run"), followed={}),
+    )
+    built = Recorded()
+    built.step = lambda: 1 / 0
+    monkeypatch.setattr(engine, "_build", lambda: built)
+    monkeypatch.setattr(engine_module.vllm_internals, "shut_down", shut_down)
+    [waiting] = engine.submit([REQUEST])
+    engine._run()
+    with pytest.raises(RuntimeError, match="the engine has stopped: ZeroDivisionError"):
+        waiting.result(0)
+    assert freed == [built] and engine._recording._file.closed
+
+
 def test_an_engine_takes_no_request_until_all_that_sleeps_is_awake(engine):
     slept, [refused] = engine.sleep(), engine.submit([REQUEST])
     early, weights, [half] = engine.wake("kv_cache"), engine.wake("weights"), engine.submit([REQUEST])
