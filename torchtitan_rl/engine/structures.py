@@ -32,13 +32,17 @@ def structured_outputs(structure: str) -> StructuredOutputsParams | None:
 
 
 def _schemas(part: Any) -> Iterator[dict]:
-    """The JSON schemas of a structural tag."""
+    """The JSON schemas of a structural tag, also of the older form, whose `structures` have a `schema` each."""
     if isinstance(part, list):
         for item in part:
             yield from _schemas(item)
     elif isinstance(part, dict) and isinstance(schema := part.get("json_schema"), dict):
         yield schema
     elif isinstance(part, dict):
+        structures = part.get("structures")
+        for structure in structures if isinstance(structures, list) else ():
+            if isinstance(structure, dict) and isinstance(schema := structure.get("schema"), dict):
+                yield schema
         yield from _schemas(list(part.values()))
 
 

@@ -158,6 +158,9 @@ def test_a_schema_that_the_grammar_would_pass_over_is_refused(schema):
     tag = json.dumps({"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}})
     with pytest.raises(ValueError, match="that no grammar here expresses"):
         structured_outputs(tag)
+    older = {"structures": [{"begin": "<a>", "schema": schema, "end": "</a>"}], "triggers": ["<a>"]}
+    with pytest.raises(ValueError, match="that no grammar here expresses"):
+        structured_outputs(json.dumps(older))
 
 
 def test_properties_named_as_keywords_are_no_keywords():
