@@ -1,5 +1,4 @@
-"""Every use of vLLM beyond the public interface, in one module but for the draw of tokens (`noise.py`) and what is
-replaced in vLLM at run time (`adapters.py`).
+"""Uses of vLLM beyond the public interface. The table has those of other modules too, by the module's name.
 
 Checked against vLLM 0.32, which has two model runners: V1 (`vllm/v1/worker/gpu_model_runner.py`, and a subclass for a
 CPU) and V2 (`vllm/v1/worker/gpu/model_runner.py`). vLLM takes V2 where Triton runs: on a GPU, not on a CPU.
@@ -20,9 +19,15 @@ CPU) and V2 (`vllm/v1/worker/gpu/model_runner.py`). vLLM takes V2 where Triton r
 | `runner.sampler.topk_topp_sampler.forward` | replaced in `noise.py` | draws by seed and position itself |
 | `runner.kv_cache_config`, `runner.requests[...].block_ids` | a request's places in the cache | other names |
 | `get_forward_context().slot_mapping` | read in `routing_record.py` | not used |
-| `runner.input_batch`: `logitsprocs`, `num_tokens_no_spec`, `num_prompt_tokens` | read in `noise.py` | no |
+| `runner.query_start_loc.np`, `runner.input_batch.num_reqs` | read in `layer_adapters.py` | not used |
+| `static_forward_context`, `attn_metadata[...]` | a state cache's, in `layers.py` | as V1 |
+| `attention.impl.sinks` | read in `layers.py` | as V1 |
+| `runner.input_batch`: `num_tokens_no_spec`, `num_prompt_tokens` | read in `noise.py` | no |
+| `runner.input_batch.logitsprocs` | lengthened in `noise.py` and `layer_adapters.py` | no |
 | `KVCacheConfig.needs_kv_cache_zeroing` | replaced in `adapters.py` while an engine is built | as V1 |
 | `torch.ops._C.fused_gumbel_argmax` | called in `noise.py`, on a CPU | no |
+| `torch.ops._C.silu_and_mul` | called in `kernels.py` | as V1 |
+| `has_xgrammar_unsupported_json_features` | called in `structures.py` | as V1 |
 | `_custom_ops`: `rms_norm`, `rotary_embedding` | called in `kernels.py` | as V1 |
 | `support_torch_compile`, `ignore_torch_compile` | on the classes of `vllm_model.py` | as V1 |
 | `_custom_ops`: `create_onednn_mm`, `onednn_mm`, `_supports_onednn` | called in `kernels.py`, on a CPU | no |

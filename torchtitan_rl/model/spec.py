@@ -1,7 +1,7 @@
 """Model specs: a family's spec of torchtitan, made ready for training.
 
-A spec is never changed once built: `training_spec` and `generator_plan.generator_spec` each make a new
-one with `dataclasses.replace`.
+A spec is never changed once built: `training_spec` and `engine.plan.generator_spec` each make a new one with
+`dataclasses.replace`.
 """
 
 from __future__ import annotations
