@@ -27,13 +27,17 @@ class Mesh:
         self.aborted.append(rank)
         raise died(self.role, endpoint)
 
-    async def call_leader(self, operation, argument, requests=(), timeout_s=None):
+    async def call_leader(self, operation, argument=None, requests=(), timeout_s=None):
         endpoint = operation.__name__
         if endpoint in self.broken:
             raise self.broken[endpoint]
+        if endpoint == "probe":
+            return None
         if endpoint == "load":
             if self.loading is not None:
                 await self.loading.wait()
+                if endpoint in self.broken:
+                    raise self.broken[endpoint]
             if argument not in self.staged:
                 raise RuntimeError(f"version {argument} is not staged")
             self.staged.remove(argument)
@@ -61,6 +65,10 @@ class Mesh:
         if request.tokens == [13]:
             return ValueError("prompt of 1 tokens: token id 13 is out of vocabulary")
         return Completion(tokens=request.tokens, logprobs=[], policy_versions=[self.loaded[-1]], finish_reason="stop")
+
+    async def call_each(self, operation):
+        assert operation.__name__ == "weights"
+        return [{"version": version} for version in self.loaded[-1:]]
 
     async def call_all(self, operation, *args):
         endpoint = operation.__name__

@@ -220,6 +220,7 @@ class GeneratorOperations(Protocol):
     async def profile(self, file: str) -> None:
         """Begins to profile the rank's process; with `file`, ends and writes the trace there."""
 
+    @needs("weights")
     async def weights(self) -> dict[str, torch.Tensor]:
         """The rank's parameters, in host memory."""
 

@@ -141,7 +141,9 @@ class MeshSamplingClient(SamplingClient):
         await replica.mesh.call_rank(rank, GeneratorOperations.profile, file)
 
     async def weights(self) -> dict[str, torch.Tensor]:
-        return (await self._replicas[self._require_serving()[0]].mesh.call_each(GeneratorOperations.weights))[0]
+        mesh = self._replicas[self._require_serving()[0]].mesh
+        async with self._turn(GeneratorOperations.weights):
+            return (await mesh.call_each(GeneratorOperations.weights))[0]
 
     # Versions.
 
@@ -448,15 +450,14 @@ class MeshSamplingClient(SamplingClient):
         self._start(self._abandon(replica) if repair is None else self._replace(index, repair))
 
     async def _abandon(self, replica: Replica) -> None:
-        await released(replica)
-        await end(replica.mesh)
+        await asyncio.gather(released(replica), end(replica.mesh))  # a load that hangs holds the release up
 
     async def _replace(self, index: int, repair: Repair) -> None:
         """Puts a replacement in the place of a lost replica, or notes why there is none. One whose host has left the
         run has left with it."""
         lost = self._replicas[index]
         try:
-            await released(lost)
+            self._start(released(lost))  # not awaited: a load that hangs holds it up until the processes end
             self._replicas[index] = await repair.replacement(lost, partial(self._new_replica, index))
         except TooManyRestarts as error:
             self._no_repair = str(error)

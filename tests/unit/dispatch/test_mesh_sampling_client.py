@@ -4,11 +4,14 @@ import asyncio
 
 import pytest
 
-from tests.kit.replicas import Mesh, Weights, client_of, died, sample_all, settle
+from tests.kit.mesh import Mesh as Recording
+from tests.kit.replicas import Config, Mesh, Weights, client_of, died, sample_all, settle
+from torchtitan_rl.actors.operations import TrainerOperations
 from torchtitan_rl.dispatch.mesh_sampling_client import MeshSamplingClient
+from torchtitan_rl.dispatch.placement import Placement
 from torchtitan_rl.dispatch.repair import Repair
 from torchtitan_rl.dispatch.replica import ReplicaLost
-from torchtitan_rl.dispatch.versions import OneVersion
+from torchtitan_rl.dispatch.versions import OneVersion, PolicyVersions
 from torchtitan_rl.types import WITHOUT_ADAPTERS, Completion, SamplingParams
 
 LIMITS = {"max_restarts": 4, "window_s": 100.0, "probe_every_s": 60.0, "hang_timeout_s": 60.0}
@@ -490,6 +493,54 @@ async def test_processes_of_a_lost_replica_end_though_its_versions_cannot_be_giv
     await sample_all(client, [[1], [2]])
     await settle()
     assert meshes[0].aborted == [0, 1] and "the versions that it held are not given up" in caplog.text
+
+
+async def test_a_replica_that_hangs_in_a_load_is_replaced_before_the_call_of_the_load_ends():
+    async def start(role):  # ends what is left of the replica, as every start does
+        meshes[1].broken["load"] = died(role, "load")
+        meshes[1].loading.set()
+        replacements.append(Mesh(role))
+        return replacements[-1]
+
+    replacements = []
+    meshes, versions, client = client_of(2, Repair(start, **LIMITS | {"probe_every_s": 0.01}))
+    await client.pull(await versions.publish())
+    meshes[1].loading, meshes[1].broken["probe"] = asyncio.Event(), RuntimeError("no sign of life")
+    await asyncio.wait_for(client.pull(await versions.publish()), 5)
+    await settle()
+    assert [mesh.loaded for mesh in replacements] == [[2]] and set(client.health().values()) == {"healthy"}
+    assert versions.holders() == {2: ["generator-0", "generator-1", "newest"]}
+    client.close()
+
+
+async def test_processes_of_a_replica_that_hangs_in_a_load_end_where_none_takes_its_place():
+    meshes, versions, client = client_of(2)
+    await client.pull(await versions.publish())
+    meshes[1].loading = asyncio.Event()
+    pull = asyncio.ensure_future(client.pull(await versions.publish()))
+    await settle()
+    client._lose(client._replicas[1], ReplicaLost("it hangs"))
+    await settle()
+    assert meshes[1].aborted == [0, 1] and not pull.done()
+    meshes[1].broken["load"] = died("generator-1", "load")
+    meshes[1].loading.set()
+    await asyncio.wait_for(pull, 5)
+    await settle()
+    assert versions.holders() == {2: ["generator-0", "newest"]}
+
+
+async def test_weights_are_read_in_the_generators_turn_on_shared_devices():
+    log = []
+    placement = Placement("all")
+    placement.add("policy", [Recording("policy", log)]), placement.add("generator", [Recording("generator-0", log)])
+    weights, mesh = Weights(), Mesh("generator-0")
+    versions = PolicyVersions(weights, weights, Config, None, one_host=True)
+    client = MeshSamplingClient([mesh], versions, max_model_len=64, timeout_s=5, placement=placement)
+    await client.pull(await versions.publish())
+    async with placement.turn("policy", TrainerOperations.forward_backward):
+        assert not placement.on_device["generator"]
+    assert await client.weights() == {"version": 1}
+    assert placement.on_device["generator"] == {"weights"} and log[-1] == ("generator-0", "wake", "weights")
 
 
 async def test_a_completion_says_what_altered_its_distribution():
