@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -83,14 +83,15 @@ class Checkpoints:
         """Copies the run's state and starts the task that writes it. Returns the path of the checkpoint."""
         state, config = self.state, self.config
         path = self.run_dir.checkpoints / checkpoint_name(state)
-        began = time.perf_counter()
+        began, staged = time.perf_counter(), []
         try:
             written = checkpoint.beside(path)
             checkpoint.begin(written)
             parts = {self._roles[role]: written / part for role, part in checkpointed_roles(config).items()}
             stages = [role.stage_checkpoint(where) for role, where in parts.items()]
-            # All of them, also where one fails: what is written cannot be deleted while a role still writes.
-            if errors := [end for end in await asyncio.gather(*stages, return_exceptions=True) if end is not None]:
+            ends = await asyncio.gather(*stages, return_exceptions=True)
+            staged = [role for role, end in zip(parts, ends, strict=True) if end is None]
+            if errors := [end for end in ends if end is not None]:
                 raise errors[0]
             if config.controller.checkpoint_export in ("all", "last" if last else "all"):
                 await self._export(written)
@@ -100,6 +101,7 @@ class Checkpoints:
             content = dataclasses.asdict(state)
             content |= {"finished": played, "random": random_states(), "metrics_bytes": self.run_dir.metrics_size()}
         except (OSError, RuntimeError) as error:
+            await _still(staged)
             self._record(self._failed(path, state.phase_step, error))
             return path
         stage_s = time.perf_counter() - began
@@ -144,6 +146,7 @@ class Checkpoints:
             self._failure = str(error)
             return {}
         except (OSError, RuntimeError) as error:
+            await _still(parts)
             return self._failed(path, content["phase_step"], error)
         self._failure = ""
         write_s = time.perf_counter() - began
@@ -190,6 +193,12 @@ class Checkpoints:
             self.recorder.record(Metrics(line=line))
         except OSError as error:  # the file system that has no room for a checkpoint may have none for a line
             logger.warning("metrics: a line could not be written: %s", error)
+
+
+async def _still(roles: Iterable[TrainingClient]) -> None:
+    """Waits until no thread of these roles writes any more, well or not: files that appear while a directory is deleted
+    would stay, and a rank that still writes refuses the next checkpoint."""
+    await asyncio.gather(*(role.checkpoint_written() for role in roles), return_exceptions=True)
 
 
 def _line(path: Path, step: int, *, failed: int) -> dict[str, Any]:
