@@ -246,6 +246,7 @@ class ActorLauncher(MeshLauncher):
                 config.num_spares,
                 config.tensor_parallel_degree,
                 eager=config.compiles_nothing,
+                timeout_s=self.start_timeout_s,
                 spawn=self._spawn,
                 on_pids=self.pids.extend,
             )

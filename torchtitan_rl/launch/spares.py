@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from torchtitan_rl.actors.spare import Spare
+from torchtitan_rl.dispatch.role_mesh import deadline
 from torchtitan_rl.launch.inventory import Place
 
 __all__ = ["Spares"]
@@ -24,11 +25,14 @@ class Spares:
         ranks: int,
         *,
         eager: bool,
+        timeout_s: float,
         spawn: Callable[[str, int, Place], Awaitable[Any]],
         on_pids: Callable[[list[int]], None],
     ) -> None:
-        """`spawn(name, ranks, place)` starts processes; `on_pids` is told the ids of processes that are prepared."""
+        """`spawn(name, ranks, place)` starts processes; `on_pids` is told the ids of processes that are prepared. A
+        spare that has not imported, or does not answer, within `timeout_s` is not usable."""
         self.number, self._ranks, self._eager, self._spawn, self._on_pids = number, ranks, eager, spawn, on_pids
+        self._timeout_s = timeout_s
         self._preparing: list[asyncio.Task] = []
         self._started = 0
 
@@ -43,7 +47,8 @@ class Spares:
     async def _prepare(self, name: str) -> tuple[Any, Any]:
         procs = await self._spawn(name, self._ranks, Place(hosts=[0], devices=[""]))
         actors = procs.spawn(name, Spare)
-        self._on_pids([pid for _, pid in await actors.prepare.call(self._eager)])
+        prepared = await deadline(actors.prepare.call(self._eager), self._timeout_s, f"{name}: prepare")
+        self._on_pids([pid for _, pid in prepared])
         return procs, actors
 
     async def take(self, place: Place) -> Any:
@@ -52,9 +57,9 @@ class Spares:
         while self._preparing:
             try:
                 procs, actors = await self._preparing.pop(0)
-                await actors.claim.call(place.devices[0])
+                await deadline(actors.claim.call(place.devices[0]), self._timeout_s, "a spare: claim")
                 return procs
-            except Exception as error:  # the spare has died: a process from scratch does as well
+            except Exception as error:  # the spare has died or hangs: a process from scratch does as well
                 logger.warning("a spare process is not usable (%s: %s)", type(error).__name__, error)
         return None
 
