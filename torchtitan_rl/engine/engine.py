@@ -631,6 +631,8 @@ class Engine:
             answers = vllm_internals.from_all((refusal, acts))
             refusal, acts = next((why for why, _ in answers if why), ""), any(acts for _, acts in answers)
         if not refusal:
+            if self._config.verify_loaded:  # raises: the engine is at fault, and not the version
+                self.model.check_holds_adapters(slot, tensors)
             self._num_loads += 1
             self._adapters[version] = _Resident(slot, acts, f"adapters {self._num_loads}")
             if self._recording is not None:
@@ -669,7 +671,7 @@ class Engine:
     def _copy_adapters(self, version: int, slot: int, tensors: dict[str, torch.Tensor]) -> tuple[str, bool]:
         """Copies adapters into a slot. Returns why that failed, empty where it did not, and whether they act."""
         try:
-            return "", self.model.load_adapters(slot, tensors, verify=self._config.verify_loaded)
+            return "", self.model.load_adapters(slot, tensors)
         except Exception as error:
             logger.exception("the adapters of version %s were not loaded", version)
             return f"policy_version={version}: the engine cannot load its adapters ({error}); use another", False

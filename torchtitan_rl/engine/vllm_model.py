@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -110,20 +110,30 @@ class TorchtitanModel(nn.Module):
         return {name for name, _ in self.named_parameters()}
 
     @torch.inference_mode()
-    def load_adapters(self, slot: int, tensors: dict[str, torch.Tensor], *, verify: bool) -> bool:
+    def load_adapters(self, slot: int, tensors: dict[str, torch.Tensor]) -> bool:
         """Copies whole adapters under torchtitan's names into this rank's part of a slot. Returns whether they do
-        anything: B of none is 0. `verify`: raises RuntimeError unless the slot holds them bit for bit."""
-        any_b = False
+        anything: B of none is 0."""
+        for _, place, part in self._adapter_places(slot, tensors):
+            place.copy_(part)
+        names = [f"{name}.lora_b.weight" for name in self._adapted]
+        return any(bool(shard_for_rank(n, tensors[n], self.tp_rank, self.tp_size).any()) for n in names)
+
+    @torch.inference_mode()
+    def check_holds_adapters(self, slot: int, tensors: dict[str, torch.Tensor]) -> None:
+        """Raises RuntimeError unless this rank holds its part of these whole adapters in a slot, bit for bit."""
+        for name, place, part in self._adapter_places(slot, tensors):
+            if not torch.equal(place, part.to(place.device)):
+                raise RuntimeError(f"slot {slot}: the engine holds other values of {name} than were sent")
+
+    def _adapter_places(
+        self, slot: int, tensors: dict[str, torch.Tensor]
+    ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Of each tensor of whole adapters its name, its place in a slot and this rank's part."""
         for name, layer in self._adapted.items():
             names = (f"{name}.lora_a.weight", f"{name}.lora_b.weight")
             a, b = (shard_for_rank(n, tensors[n], self.tp_rank, self.tp_size) for n in names)
             parts = (a, b if layer.rows is None else layer.rows(b))
-            for n, place, part in zip(names, layer.adapters.slot(slot, layer.index), parts, strict=True):
-                place.copy_(part)
-                if verify and not torch.equal(place, part.to(place.device)):
-                    raise RuntimeError(f"slot {slot}: the engine holds other values of {n} than were sent")
-            any_b = any_b or bool(b.any())
-        return any_b
+            yield from zip(names, layer.adapters.slot(slot, layer.index), parts, strict=True)
 
     @torch.inference_mode()
     def unequal_tie(self, weights: dict[str, torch.Tensor]) -> str:

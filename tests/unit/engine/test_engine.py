@@ -1,5 +1,6 @@
 """The engine's commands and steps, over an engine of vLLM's interface that computes nothing."""
 
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
@@ -117,6 +118,29 @@ def test_an_engine_takes_no_request_until_all_that_sleeps_is_awake(engine):
     engine._iterate()
     with pytest.raises(RuntimeError, match="1 requests are in flight"):
         refused.result(0)
+
+
+def test_adapters_that_the_engine_holds_wrongly_are_its_own_fault_and_no_refusal(engine):
+    class Model:
+        """Takes adapters into slot 0 alone, and holds other values than it took."""
+
+        def load_adapters(self, slot, tensors):
+            if slot:
+                raise KeyError(slot)
+            return True
+
+        def check_holds_adapters(self, slot, tensors):
+            raise RuntimeError(f"slot {slot}: the engine holds other values")
+
+    engine.model, engine.base = Model(), "base"
+    refused, broken = Future(), Future()
+    engine._staged = {1: {}, 2: {}}
+    engine._config.max_adapters = 2
+    engine._load_staged_adapters((1, 1), [refused])
+    assert isinstance(refused.result(0), ValueError)
+    with pytest.raises(RuntimeError, match="slot 0: the engine holds other values"):
+        engine._load_staged_adapters((2, 0), [broken])
+    assert not broken.done(), "the end of the engine's thread answers it"
 
 
 class Finishing(Recorded):
