@@ -93,8 +93,10 @@ class WeightExchange:
         assert self.lora is not None, "validation asks for trainer.lora"
         not_finite = ""
         if not self._base:
-            self._base = f"base-{lora.base_fingerprint(self.model.state_dict())}"
-            not_finite = await self.push(self._base, dtype, transport, verify, merged=False)
+            base = f"base-{lora.base_fingerprint(self.model.state_dict())}"
+            not_finite = await self.push(base, dtype, transport, verify, merged=False)
+            if not _of_rank_0(not_finite):
+                self._base = base
         state = lora.adapter_state(fused_state(self.model))
         tensors = {name: whole(tensor) for name, tensor in state.items()}  # collective, so before any return
         if dist.get_rank() or not_finite:
@@ -146,3 +148,11 @@ class WeightExchange:
         if self.lora is None:
             return state, {}
         return lora.base_state(state), lora.whole_adapters(state, self.n_kv_heads, self.lora)
+
+
+def _of_rank_0(answer: str) -> str:
+    """The answer of rank 0, on every rank: only rank 0 knows of a tensor that is not finite. A collective call."""
+    answers = [answer]
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(answers, src=0)
+    return answers[0]

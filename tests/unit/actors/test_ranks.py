@@ -3,6 +3,7 @@
 import weakref
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -12,7 +13,7 @@ adapters.prepare_vllm(eager=True)
 
 from torchtitan_rl.actors.generator_rank import GeneratorRank  # noqa: E402
 from torchtitan_rl.actors.trainer_files import TrainerFiles  # noqa: E402
-from torchtitan_rl.config.meshes import TrainerConfig  # noqa: E402
+from torchtitan_rl.config.meshes import LoRAConfig, TrainerConfig  # noqa: E402
 from torchtitan_rl.weights import layout  # noqa: E402
 from torchtitan_rl.weights.exchange import WeightExchange  # noqa: E402
 
@@ -65,10 +66,14 @@ def test_ranks_that_do_not_write_an_export_drop_each_whole_tensor_before_the_nex
 class Store:
     """Notes (version, tensors, whether they are verified) of what is published."""
 
-    def __init__(self, published):
-        self.published = published
+    def __init__(self, published, *, error=None):
+        """`error` is raised by the first publication."""
+        self.published, self.error = published, error
 
     async def publish(self, manifest, payload, *, handle):
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
         tensors = {name: tensor.tolist() for name, tensor in layout.read(payload, manifest).items()}
         self.published.append((manifest.version, tensors, bool(manifest.blocks)))
 
@@ -109,4 +114,34 @@ async def test_weights_that_are_not_finite_are_named_and_never_published(monkeyp
     assert await exchange.push(3, torch.float32, "shared_memory", True) == ""
     assert await exchange.push(4, torch.bfloat16, "shared_memory", True) == "b"
     assert [version for version, _, _ in published] == [3]
+    exchange.close()
+
+
+async def test_a_base_that_was_not_published_is_published_before_the_next_adapters(monkeypatch):
+    model, published = torch.nn.Module(), []
+    model.w = torch.nn.Linear(2, 2, bias=False)
+    model.w.lora_a, model.w.lora_b = torch.nn.Linear(2, 1, bias=False), torch.nn.Linear(1, 2, bias=False)
+    exchange = WeightExchange(
+        model,
+        n_kv_heads=1,
+        config=TrainerConfig(lora=LoRAConfig(rank=1, alpha=1.0)),
+        device=SimpleNamespace(type="cpu"),
+        store=Store(published, error=RuntimeError("no answer within 600 s")),
+    )
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    with pytest.raises(RuntimeError, match="no answer"):
+        await exchange.push_adapters(3, torch.float32, "shared_memory", True)
+    with torch.no_grad():
+        model.w.weight[0, 0] = float("nan")
+    assert await exchange.push_adapters(3, torch.float32, "shared_memory", True) == "w.weight"
+    with torch.no_grad():
+        model.w.weight[0, 0] = 0.0
+    for version in (3, 4):
+        assert await exchange.push_adapters(version, torch.float32, "shared_memory", True) == ""
+    (base, tensors, _), *versions = published
+    assert base.startswith("base-") and list(tensors) == ["w.weight"]
+    assert [(version, sorted(adapters)) for version, adapters, _ in versions] == [
+        (version, ["w.lora_a.weight", "w.lora_b.weight"]) for version in (3, 4)
+    ]
     exchange.close()
