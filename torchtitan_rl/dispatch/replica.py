@@ -205,7 +205,7 @@ class Replica:
             if isinstance(answer, ValueError):
                 raise VersionRefused(str(answer))
         except BaseException:
-            adapters.give_back(slot)
+            adapters.give_back(version, slot)
             raise
         adapters.put(version, slot)
         self.stall_s = answer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 
 __all__ = ["ResidentAdapters"]
 
@@ -16,6 +16,8 @@ class ResidentAdapters:
         self._slots: OrderedDict[int, int] = OrderedDict()
         """Version -> slot; the version that was held last is the last one."""
         self._holders: Counter[int] = Counter()
+        self._emptied: defaultdict[int, list[int]] = defaultdict(list)
+        """Version -> slots that it gave up while it was held."""
 
     def __contains__(self, version: int) -> bool:
         return version in self._slots
@@ -38,9 +40,10 @@ class ResidentAdapters:
         """The engine has loaded the version into a slot that `take_slot` gave."""
         self._slots[version] = slot
 
-    def give_back(self, slot: int) -> None:
-        """The engine has loaded nothing into a slot that `take_slot` gave."""
-        self._free.append(slot)
+    def give_back(self, version: int, slot: int) -> None:
+        """The engine has loaded nothing into a slot that `take_slot` gave for `version`. Where somebody still holds the
+        version, its requests are in that slot: it is empty once they have ended."""
+        (self._emptied[version] if self._holders[version] else self._free).append(slot)
 
     def hold(self, version: int) -> None:
         """Keeps a resident version until `release`."""
@@ -52,3 +55,4 @@ class ResidentAdapters:
         self._holders[version] -= 1
         if not self._holders[version]:
             del self._holders[version]
+            self._free += self._emptied.pop(version, [])

@@ -39,8 +39,19 @@ def test_of_versions_that_nobody_holds_the_one_used_last_stays():
 
 def test_a_slot_that_was_not_loaded_is_free_again():
     adapters = ResidentAdapters(1)
-    adapters.give_back(adapters.take_slot(1))
+    adapters.give_back(1, adapters.take_slot(1))
     assert 1 not in adapters and adapters.take_slot(2) == 0
+
+
+def test_a_slot_that_was_not_loaded_again_is_free_once_the_requests_in_it_have_ended():
+    adapters = ResidentAdapters(1)
+    slot = adapters.take_slot(1)
+    adapters.put(1, slot)
+    adapters.hold(1)
+    adapters.give_back(1, adapters.take_slot(1))
+    assert 1 not in adapters and not adapters.has_room(2) and not adapters.has_room(1)
+    adapters.release(1)
+    assert adapters.has_room(2) and adapters.take_slot(2) == slot
 
 
 class SlotMesh(Mesh):
