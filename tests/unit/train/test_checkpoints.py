@@ -4,9 +4,9 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-from torchtitan_rl.config.run import RoleConfig
 
 from tests.kit.run_config import run_config
+from torchtitan_rl.config.run import RoleConfig
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.train.checkpoints import Checkpoints
 from torchtitan_rl.types.run_state import RunState
