@@ -212,9 +212,14 @@ class MeshSamplingClient(SamplingClient):
 
     def _dispatch(self, batch: _Batch, version: int | None) -> None:
         """Sends each request to the replica that the router chooses. Where all are lost, keeps the requests while a
-        replica is expected, and fails them otherwise."""
+        replica is expected, and fails them otherwise. A request whose caller has gone is not sent, but in a replay,
+        where the record says what an engine gets."""
         if self._closed:
             return _fail(batch, RuntimeError(_CLOSED))
+        if self._routes is None and not self._follows:
+            batch = [(request, future) for request, future in batch if not future.done()]
+            if not batch:
+                return
         if self._expects_replica():
             self._waiting.append((batch, version))
             return

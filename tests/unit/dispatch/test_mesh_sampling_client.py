@@ -360,6 +360,37 @@ async def test_a_caller_that_gives_up_takes_nobody_with_it():
     assert meshes[1].sampled == [[1]]
 
 
+@pytest.mark.parametrize("follows, sent", [(False, []), (True, [[7]])])
+async def test_a_request_whose_caller_has_gone_before_it_was_sent_is_sent_in_a_replay_alone(follows, sent):
+    (mesh,), versions, client = client_of(1, follows=follows)
+    await client.pull(await versions.publish())
+    request = asyncio.ensure_future(client.sample([7], SamplingParams(max_tokens=4)))
+    await asyncio.sleep(0)
+    request.cancel()
+    await settle()
+    assert mesh.sampled == sent and client.in_flight() == [0]
+
+
+async def test_requests_whose_callers_have_gone_while_a_replacement_starts_are_not_sent():
+    starts, replacement = asyncio.Event(), Mesh("generator-0")
+
+    async def start(role):
+        await starts.wait()
+        return replacement
+
+    (mesh,), versions, client = client_of(1, Repair(start, **LIMITS))
+    await client.pull(await versions.publish())
+    mesh.broken["sample"] = died("generator-0", "sample")
+    *gone, patient = [asyncio.ensure_future(client.sample([i], SamplingParams(max_tokens=4))) for i in range(20, 25)]
+    await settle()
+    for request in gone:
+        request.cancel()
+    await settle()
+    starts.set()
+    assert (await asyncio.wait_for(patient, 5)).tokens == [24] and replacement.sampled == [[24]]
+    client.close()
+
+
 async def test_of_several_reasons_for_a_loss_the_first_is_kept():
     meshes, versions, client = client_of(3)
     await client.pull(await versions.publish())
