@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from torchtitan_rl import platform
 from torchtitan_rl.actors.profiling import profiled
@@ -128,11 +128,17 @@ class GeneratorRank:
         return None
 
     async def fetch_hf(self, directory: str, version: int) -> None:
-        """Stages weights from a Hugging Face directory. Raises RuntimeError for tensors that do not fit this model."""
+        """Stages weights from a Hugging Face directory. Raises RuntimeError for a file that cannot be read, and for
+        tensors that do not fit this model."""
         tensors = {}
         for file in weight_files(Path(directory)):
-            with safe_open(file, "pt") as weights:
-                tensors.update({name: weights.get_tensor(name) for name in weights.keys()})
+            try:
+                with safe_open(file, "pt") as weights:
+                    tensors.update({name: weights.get_tensor(name) for name in weights.keys()})
+            except SafetensorError as error:
+                raise RuntimeError(
+                    f"checkpoint={directory!r}: {file.name} cannot be read ({error}); copy it again"
+                ) from None
         try:
             state, specs = self.engine.from_hf(tensors), self.engine.parameter_specs
         except KeyError as error:

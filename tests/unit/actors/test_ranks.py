@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 
 from torchtitan_rl import adapters, platform
 
@@ -36,6 +37,15 @@ async def test_a_generators_weights_are_copied_to_host_memory():
     model = SimpleNamespace(canonical_state=lambda: {"norm.weight": OnDevice([1.0, 2.0])})
     answer = await GeneratorRank.weights(SimpleNamespace(engine=SimpleNamespace(model=model)))
     assert answer["norm.weight"].tolist() == [1.0, 2.0] and answer["norm.weight"].device.type == "cpu"
+
+
+@pytest.mark.parametrize("kept", [5, -100])
+async def test_a_truncated_file_of_weights_is_named(tmp_path, kept):
+    file = tmp_path / "model.safetensors"
+    save_file({"a.weight": torch.zeros(100, 100)}, file)
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(RuntimeError, match=r"checkpoint='.*': model.safetensors cannot be read \(.*\); copy it again"):
+        await GeneratorRank.fetch_hf(SimpleNamespace(), str(tmp_path), 0)
 
 
 def test_so_are_a_trainers_gradients_and_none_stays_none():
