@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from torchtitan_rl.actors.operations import Operation, WorkerProcess
+from torchtitan_rl.actors.operations import GeneratorOperations, Operation, WorkerProcess
 from torchtitan_rl.record.tracing import span
 
 __all__ = ["RoleMesh", "WorkerLost", "NoAnswer", "ProcessDied", "deadline", "describe", "late"]
@@ -20,6 +20,8 @@ _LOOK_EVERY_S = 0.5
 _BLAME_S = 3.0
 """Seconds that the ranks get to answer once a call has failed. When a rank dies, collectives fail on the others, and
 their errors may arrive before Monarch notices the death, which takes a second."""
+_DEADLINES = "controller.*_timeout_s"
+"""The settings that have the deadlines of calls."""
 
 
 class WorkerLost(RuntimeError):
@@ -34,21 +36,20 @@ class ProcessDied(WorkerLost):
     """The worker's process died before the call was answered."""
 
 
-def late(call_name: str, timeout_s: float) -> NoAnswer:
-    """The error of a call whose deadline has passed."""
+def late(call_name: str, timeout_s: float, setting: str = _DEADLINES) -> NoAnswer:
+    """The error of a call whose deadline, which `setting` has, has passed."""
     return NoAnswer(
-        f"{call_name}: no answer within {timeout_s:g} s; look at its log, or raise the deadline in "
-        "controller.*_timeout_s"
+        f"{call_name}: no answer within {timeout_s:g} s; look at its log, or raise the deadline in {setting}"
     )
 
 
-async def deadline(call, timeout_s: float, call_name: str) -> Any:
+async def deadline(call, timeout_s: float, call_name: str, setting: str = _DEADLINES) -> Any:
     """The result of an awaitable call. Raises RuntimeError naming `call_name` when the call fails, NoAnswer when no
-    answer comes within `timeout_s`, ProcessDied when the worker's process has died."""
+    answer comes within `timeout_s`, which `setting` has, ProcessDied when the worker's process has died."""
     try:
         return await asyncio.wait_for(_awaited(call), timeout_s)
     except TimeoutError:
-        raise late(call_name, timeout_s) from None
+        raise late(call_name, timeout_s, setting) from None
     except Exception as error:
         # Monarch's errors by their names: a run in one process does without Monarch.
         if type(error).__name__ == "ActorError":
@@ -204,8 +205,9 @@ class RoleMesh:
         waiting: AbstractContextManager,
         timeout_s: float | None = None,
     ) -> list:
+        setting = "generator.hang_timeout_s" if operation is GeneratorOperations.probe else _DEADLINES
         waits = [
-            asyncio.ensure_future(deadline(call, timeout_s or self.timeout_s, self._name(rank, operation)))
+            asyncio.ensure_future(deadline(call, timeout_s or self.timeout_s, self._name(rank, operation), setting))
             for rank, call in zip(ranks, calls, strict=True)
         ]
         try:

@@ -12,7 +12,7 @@ import pytest
 
 from torchtitan_rl.actors.operations import GeneratorOperations
 from torchtitan_rl.dispatch import role_mesh
-from torchtitan_rl.dispatch.role_mesh import ProcessDied, RoleMesh
+from torchtitan_rl.dispatch.role_mesh import NoAnswer, ProcessDied, RoleMesh
 
 
 class Silent:
@@ -27,6 +27,8 @@ class Silent:
     @property
     def probe(self):
         return self
+
+    sample = pid = probe
 
     def call_one(self):
         return asyncio.sleep(60)
@@ -64,3 +66,18 @@ def test_a_process_that_cannot_be_looked_at_has_not_ended(monkeypatch, code, has
     assert not role_mesh._has_ended(os.getpid())
     monkeypatch.setattr(Path, "read_text", fails)
     assert role_mesh._has_ended(os.getpid()) is has_ended
+
+
+@pytest.mark.parametrize(
+    "operation, setting",
+    [(GeneratorOperations.probe, "generator.hang_timeout_s"), (GeneratorOperations.sample, "controller.*_timeout_s")],
+)
+async def test_a_deadline_that_has_passed_names_its_setting(monkeypatch, operation, setting):
+    monkeypatch.setattr(role_mesh, "_BLAME_S", 0.01)
+    mesh = RoleMesh("generator-0", Silent(), num_ranks=1, tensor_parallel_size=1, timeout_s=60)
+    with pytest.raises(NoAnswer) as caught:
+        await mesh.call_leader(operation, timeout_s=0.01)
+    assert str(caught.value) == (
+        f"generator-0-0.{operation.__name__}: no answer within 0.01 s; look at its log, or raise the deadline in "
+        + setting
+    )
