@@ -81,6 +81,8 @@ class SandboxHost(Actor):
             level = os.environ.get("TORCHTITAN_RL_LOG_LEVEL", "INFO")
             setup_rank_logging(log_dir, name, 0, 1, level, device="none")
         self._opened: dict[int, _Opened] = {}
+        self._ended_in_silence: set[int] = set()
+        """The sandboxes that ended because nothing had been heard of the controller."""
         self._streams = Streams()
         self._last_call = time.monotonic()
         self._watch: asyncio.Task | None = None
@@ -148,7 +150,8 @@ class SandboxHost(Actor):
         """What becomes of an operation of a sandbox that has started."""
         opened = self._opened.get(number)
         if opened is None or opened.sandbox is None:
-            return f"sandbox: was closed; nothing had been heard of the controller for {SILENT_S:g} s", None
+            silence = f"; nothing had been heard of the controller for {SILENT_S:g} s"
+            return "sandbox: was closed" + (silence if number in self._ended_in_silence else ""), None
         return await opened.outcome(work(opened.sandbox))
 
     async def _close_all(self) -> None:
@@ -162,4 +165,5 @@ class SandboxHost(Actor):
             if self._opened and time.monotonic() - self._last_call > SILENT_S:
                 num_open = len(self._opened)
                 logger.warning("nothing was heard of the controller for %g s: %d sandboxes end", SILENT_S, num_open)
+                self._ended_in_silence.update(self._opened)
                 await self._close_all()
