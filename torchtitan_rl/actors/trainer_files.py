@@ -29,7 +29,6 @@ class TrainerFiles:
     def __init__(self, rank: Any):
         """`rank` is the `TrainerRank` whose model and optimizer are read and written."""
         self.rank = rank
-        self._base_fingerprint: str | None = None
         self._writer = CheckpointWriter()
 
     def init_model(self, path: str) -> None:
@@ -43,7 +42,7 @@ class TrainerFiles:
             if rank.config.lora is not None:  # an export has the old adapters merged in: start with B = 0
                 lora.draw_adapters(rank.model, rank.seed)
             rank.model.zero_grad()
-            rank.policy_version, self._base_fingerprint = 0, None
+            rank.policy_version = 0
             rank.exchange.base_has_changed()
         else:
             self.load_weights(path, 0)
@@ -157,9 +156,7 @@ class TrainerFiles:
         config = self.rank.config.lora
         if config is None:
             return None
-        if self._base_fingerprint is None:  # the base is frozen: hash once
-            self._base_fingerprint = lora.base_fingerprint(self.rank.model.state_dict())
-        return dataclasses.asdict(config) | {"base_xxh3": self._base_fingerprint}
+        return dataclasses.asdict(config) | {"base_xxh3": self.rank.exchange.base_fingerprint()}
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -42,6 +42,8 @@ class WeightExchange:
         self.n_kv_heads, self.lora, self.layers = n_kv_heads, config.lora, fused_layers(model)
         self._base = ""
         """The name of the base that adapters are published for; empty: none is published."""
+        self._base_fingerprint = ""
+        """Empty until somebody asks."""
         # `named_parameters` lacks wq, wk and wv, which the state shows for the fused weight: subtract buffers instead.
         self.buffer_names = {plain_name(name) for name, _ in model.named_buffers()}
 
@@ -93,7 +95,7 @@ class WeightExchange:
         assert self.lora is not None, "validation asks for trainer.lora"
         not_finite = ""
         if not self._base:
-            base = f"base-{lora.base_fingerprint(self.model.state_dict())}"
+            base = f"base-{self.base_fingerprint()}"
             not_finite = await self.push(base, dtype, transport, verify, merged=False)
             if not _of_rank_0(not_finite):
                 self._base = base
@@ -119,9 +121,15 @@ class WeightExchange:
     def base_has_changed(self) -> None:
         """Makes the next publication of adapters publish the base again, under another name. From then on only
         generators that hold the base before can load adapters of it."""
+        self._base_fingerprint = ""
         if self._base:
             self.buffers.release(self._base)
             self._base = ""
+
+    def base_fingerprint(self) -> str:
+        """A hash of the frozen weights, computed once for each base; a collective call where it is."""
+        self._base_fingerprint = self._base_fingerprint or lora.base_fingerprint(self.model.state_dict())
+        return self._base_fingerprint
 
     def _described(self, state: dict[str, torch.Tensor]) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, bool]]:
         """What `layout.plan` asks about each tensor of a fused state: name, shape, dtype, whether it is a parameter."""

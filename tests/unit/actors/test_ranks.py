@@ -154,4 +154,10 @@ async def test_a_base_that_was_not_published_is_published_before_the_next_adapte
     assert [(version, sorted(adapters)) for version, adapters, _ in versions] == [
         (version, ["w.lora_a.weight", "w.lora_b.weight"]) for version in (3, 4)
     ]
+    fingerprint = exchange.base_fingerprint()
+    with torch.no_grad():
+        model.w.weight[0, 0] = 1.0
+    assert exchange.base_fingerprint() == fingerprint, "the base is frozen: it is hashed once"
+    exchange.base_has_changed()
+    assert exchange.base_fingerprint() != fingerprint
     exchange.close()
