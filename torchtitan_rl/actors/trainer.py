@@ -20,7 +20,7 @@ __all__ = ["PolicyTrainer"]
 
 
 class PolicyTrainer(Actor):
-    """One rank of the mesh of a role: policy, reference, critic or teacher.
+    """One rank of the mesh of a role: policy, reference, critic, teacher or reward model.
 
     Calls run one at a time in the order sent, so a caller may submit `forward_backward` and `optim_step` before
     awaiting either. The endpoints are those of `operations.TrainerOperations`, which says what each does.

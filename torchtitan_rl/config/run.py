@@ -140,7 +140,7 @@ class ControllerConfig:
     call_timeout_s: Annotated[float, Gt(0), Hint("use seconds")] = 600.0
     """Seconds that one training call may take."""
     sample_timeout_s: Annotated[float, Gt(0), Hint("use seconds")] = 600.0
-    """Seconds that one batch of completions may take."""
+    """Seconds that may pass without an answer to any of the requests that a replica was sent together."""
     check_reward: bool = True
     """Whether the reward judges two made-up completions before a run starts; `--no-reward-check` sets False."""
     reward_timeout_s: Annotated[float, Gt(0), Hint("use seconds")] = 30.0

@@ -116,7 +116,7 @@ class MeshSamplingClient(SamplingClient):
 
     @property
     def num_restarts(self) -> int:
-        """Replicas that were replaced so far."""
+        """Attempts to replace a replica so far, with those of which the replacement did not start."""
         return 0 if self._repair is None else self._repair.num_restarts
 
     def in_flight(self) -> list[int]:

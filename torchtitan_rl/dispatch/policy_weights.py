@@ -1,4 +1,4 @@
-"""Where the policy's weights go: to the generators: to reference and critic, and to the snapshot of
+"""Where the policy's weights go: to the generators, to reference and critic, and to the snapshot of
 self-distillation."""
 
 from __future__ import annotations

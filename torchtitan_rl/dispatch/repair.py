@@ -58,7 +58,7 @@ class Repair:
         self.probe_every_s, self.hang_timeout_s = probe_every_s, hang_timeout_s
         self._restarts: deque[float] = deque()
         self.num_restarts = 0
-        """Replacements so far."""
+        """Attempts to replace a replica so far, with those of which the replacement did not start."""
 
     async def replacement(self, lost: Replica, build: Callable[[RoleMesh], Replica]) -> Replica:
         """A replica with the served version, on the devices of a lost one. `build` makes a replica of a mesh. A

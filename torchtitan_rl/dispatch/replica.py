@@ -111,7 +111,8 @@ class Replica:
                 yield answers
 
     async def pull(self, version: int) -> None:
-        """Fetches a version, while requests go on, and loads it once pinned ones have ended. Raises ReplicaLost, and
+        """Fetches a version, while requests go on, and loads it once pinned ones have ended. Adapters are fetched once
+        a slot is free for them, and no request begins until they are loaded: they are small. Raises ReplicaLost, and
         VersionRefused."""
         if self._releasing is not None:
             await self._releasing
