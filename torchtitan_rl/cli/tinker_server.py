@@ -23,7 +23,7 @@ from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.serve.guard import allowed_hosts
 from torchtitan_rl.serve.keys import is_loopback, read_key
-from torchtitan_rl.serve.listening import Listening
+from torchtitan_rl.serve.listening import Listening, require_free
 from torchtitan_rl.serve.tinker.app import guarded, make_app
 from torchtitan_rl.serve.tinker.downloads import write_hf_form
 from torchtitan_rl.serve.tinker.owners import KeyFile, Keys, OneKey
@@ -66,6 +66,8 @@ def adapted(config: RunConfig, options: TinkerOptions) -> RunConfig:
     that are replaced when they are lost. Raises ValueError for roles beside the policy."""
     if other_roles := [name for name in config.trainers() if name != "policy"]:
         raise ValueError(f"roles.{other_roles[0]}: a server trains the policy alone; leave roles.{other_roles[0]} out")
+    if options.max_models < 1:
+        raise ValueError(f"--max-models={options.max_models}: must be at least 1")
     trainer, generator = config.trainer, config.generator
     if trainer.lora is None and options.lora_rank:
         # alpha / rank = 1 for the largest rank; smaller ranks learn at about the same rate with the same alpha.
@@ -147,6 +149,7 @@ async def serve_tinker(config: RunConfig, options: TinkerOptions, *, quiet: bool
     """
     keys = keys_of(options)
     names = allowed_hosts(options.host, keys.needed, options.allow_host)
+    require_free(options.host, options.port)
     if missing := missing_weights(config):
         raise ValueError(missing)
     run_dir = RunDir.create(config.output_dir or dated(f"tinker-{config.name}"))

@@ -282,7 +282,7 @@ class RemoteTrainingClient(TrainingClient):
         remote = _remote_path(path)
 
         async def send() -> Awaitable[None]:
-            self._version = done(policy_version)
+            self._version, self._not_finite = done(policy_version), False  # the gradient is forgotten with all else
             return self._answered("load_checkpoint", self._load(remote, optimizer=optimizer))
 
         await self._order.submit(send)
@@ -300,7 +300,7 @@ class RemoteTrainingClient(TrainingClient):
         await self._answered("remove_checkpoint", self._rest.delete_checkpoint_from_tinker_path(remote))
 
     def _load(self, remote: str, *, optimizer: bool) -> Any:
-        with warnings.catch_warnings():  # see service._not_on_loading
+        with warnings.catch_warnings():  # see session._not_on_loading
             warnings.simplefilter("ignore", FutureWarning)
             return self._client.load_state_with_optimizer(remote) if optimizer else self._client.load_state(remote)
 

@@ -126,6 +126,15 @@ def _check_messages(request: AnthropicMessagesRequest | AnthropicCountTokensRequ
                         f"{place}.{i}",
                         "unsupported_parameter",
                     )
+            _check_result(block, f"{place}.{i}")
+
+
+def _check_result(block: AnthropicContentBlock, place: str) -> None:
+    """Raises Refused for a text part of a tool's result without a text, which vLLM's form does not check."""
+    for i, part in enumerate(block.content if isinstance(block.content, list) else ()):
+        if part.get("type") == "text" and not isinstance(part.get("text"), str):
+            where = f"{place}.content.{i}.text"
+            raise invalid(f"{where}={str(part.get('text'))[:40]!r}: is no text; send one", where)
 
 
 def _types_of_result(block: AnthropicContentBlock) -> list[Any]:

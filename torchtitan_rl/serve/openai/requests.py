@@ -212,7 +212,9 @@ def chat_request(content: dict[str, Any], ignored: Collection[str] = ()) -> tupl
 
 
 def _checked(request: _Body, ignored: Collection[str]) -> list[str]:
-    left_out = [name for name in ignored if _asks(request, name)]
+    fields = type(request).model_fields
+    # Of two dialects one may need what the other ignores, such as `prompt`.
+    left_out = [n for n in ignored if _asks(request, n) and not (n in fields and fields[n].is_required())]
     for name in left_out:
         setattr(request, name, None)
     for name, value in (request.model_extra or {}).items():

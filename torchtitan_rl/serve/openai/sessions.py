@@ -198,8 +198,10 @@ class Session:
 
     def _plain(self, prompt: Any) -> Prompt:
         if isinstance(prompt, str):
-            earlier = [
-                a for a in self.answers if a.prompt.text is not None and prompt.startswith(a.prompt.text + a.text)
+            earlier = [  # the same prompt once more is another branch, also after an empty answer
+                a
+                for a in self.answers
+                if a.prompt.text is not None and a.prompt.text != prompt and prompt.startswith(a.prompt.text + a.text)
             ]
             if (after := max(earlier, key=lambda a: len(a.prompt.text + a.text), default=None)) is None:
                 return Prompt(self.policy.encode(prompt), text=prompt)
@@ -225,7 +227,6 @@ class Session:
 
     async def complete(self, prompts: list[Prompt], request: Sampled) -> list[Answer]:
         """`n` completions of each prompt, prompt by prompt. They count as turns once `keep` is told. Raises Refused."""
-        self.counts["drift"] += sum(prompt.num_drifted for prompt in prompts)
         n = (request.n or 1) * len(prompts)
         self._admit(n)
         requests: list[tuple[Prompt, SamplingParams]] = []
@@ -327,6 +328,8 @@ class Session:
         if all(answer.number >= self._limit_at for answer in answers):
             self.ended_by = ""
         self.failure = None  # a later try of the client has healed it
+        prompts = {id(answer.prompt): answer.prompt for answer in answers}
+        self.counts["drift"] += sum(prompt.num_drifted for prompt in prompts.values())
         self.answers += answers
         self.answers.sort(key=lambda answer: answer.number)
         for answer in answers:

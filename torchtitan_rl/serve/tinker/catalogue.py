@@ -53,7 +53,12 @@ class Catalogue:
         return {"supported_models": [model | {"trainable": True, "sampleable": True}]}
 
     async def runs(self, request: Request) -> dict[str, Any]:
-        models = self._service.checkpoints.models()
+        live = self._service.models.live  # when a model was used last is in memory; its file is written less often
+        models = [
+            live[record.model_id].record if record.model_id in live else record
+            for record in self._service.checkpoints.models()
+        ]
+        models.sort(key=lambda record: record.last_request, reverse=True)
         shown, cursor = _page(request, models, 20)
         return {"training_runs": [self._as_wire(record) for record in shown], "cursor": cursor}
 

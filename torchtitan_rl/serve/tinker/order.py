@@ -63,7 +63,9 @@ class InOrder:
 
     def __init__(self, futures: Futures, *, ahead: QueueRoom, started: QueueRoom, gap_s: float = 360.0) -> None:
         """`ahead`: the room for requests whose turn has not come; `started`: for those that are not answered yet."""
-        self._futures, self._next, self._gap_s = futures, 1, gap_s
+        self._futures, self._gap_s = futures, gap_s
+        self._next = 1
+        """The number that is awaited; all before it have begun."""
         self._ahead, self._started = ahead, started
         self._waiting: dict[int, _Waiting] = {}
         self._changed = asyncio.Event()
@@ -125,6 +127,7 @@ class InOrder:
                     self._give_up()
                     gap_began = None
             request = self._taken(self._next)
+            self._next += 1
             self._started.take(request.nbytes)
             try:
                 answering = await request.start()
@@ -137,7 +140,6 @@ class InOrder:
                 raise
             else:
                 self._futures.start(request.request_id, self._answered(answering, request.nbytes))
-            self._next += 1
 
     async def _answered(self, answering: Awaitable[ReadyBody], nbytes: int) -> ReadyBody:
         try:

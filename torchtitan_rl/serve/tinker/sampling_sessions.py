@@ -7,6 +7,7 @@ import hashlib
 import secrets
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -151,7 +152,15 @@ class Sampling:
         scores = self.generator.score(tokens, policy_version=version) if body.prompt_logprobs and scoring else _none()
         k = body.topk_prompt_logprobs
         tops = self.generator.score_top(tokens, k, policy_version=version) if k and scoring else _none()
-        completions, scored, top_prompt = await asyncio.gather(asyncio.gather(*samples), scores, tops)
+        calls: list[asyncio.Future[Any]] = [asyncio.ensure_future(call) for call in (*samples, scores, tops)]
+        try:
+            *completions, scored, top_prompt = await asyncio.gather(*calls)
+        finally:
+            for call in calls:  # those beside one that has failed: the request holds its places until they have ended
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+        if k and not scoring:
+            top_prompt = torch.zeros(0, k), torch.zeros(0, k)  # one token: no position has one before it
         top_sampled = None
         if body.topk_sample_logprobs:
             top_sampled = await asyncio.gather(

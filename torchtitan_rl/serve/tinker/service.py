@@ -249,7 +249,9 @@ class Service:
         """Weights to sample from: with a name a path is the answer, without one a sampling session."""
 
         def session_of(model: Model, version: int) -> dict[str, str]:
-            number = f"s{body.seq_id}" if body.sampling_session_seq_id is None else body.sampling_session_seq_id
+            number: int | str | None = body.sampling_session_seq_id
+            if number is None:  # two requests without any number are two
+                number = f"s{secrets.token_hex(8) if body.seq_id is None else body.seq_id}"
             sampler = self.sampling.open(
                 f"{model.session_id}:sample:{number}",
                 model.session_id,

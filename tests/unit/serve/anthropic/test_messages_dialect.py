@@ -271,3 +271,11 @@ async def test_keys_versions_and_names_are_checked():
                 "/v1/messages", content=b"{", headers={"x-api-key": "secret", "Content-Type": "application/json"}
             )
             assert (answer.status_code, answer.json()["error"]["message"][:17]) == (400, "body: is not JSON")
+
+
+@pytest.mark.parametrize("part", [{"type": "text", "text": 3}, {"type": "text"}])
+async def test_a_part_of_a_tools_result_without_a_text_is_refused(part):
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [part]}
+    async with messages("ok" + END) as (_, sdk, _):
+        with pytest.raises(anthropic.BadRequestError, match=r"messages.0.content.0.content.0.text=.*: is no text"):
+            await sdk.messages.create(model="policy", max_tokens=8, messages=[{"role": "user", "content": [result]}])

@@ -264,3 +264,20 @@ async def test_a_prompt_that_fills_the_context_is_refused_by_the_code_that_sdks_
             assert opened.ended_by == "tokens"
 
     await run(scene())
+
+
+async def test_the_same_text_after_an_empty_answer_is_another_branch():
+    async with session(END, "ok" + END, "more" + END) as (opened, sdk, sampler):
+        for _ in range(2):
+            await sdk.completions.create(model="policy", prompt="Q:")
+        assert [shown(tokens) for tokens, _ in sampler.asked] == ["Q:", "Q:"]
+        await sdk.completions.create(model="policy", prompt="Q:ok")
+        first, second, third = opened.turns()
+        assert first.prompt_tokens == second.prompt_tokens
+        assert third.prompt_tokens == [*second.prompt_tokens, *second.completion.tokens]
+
+
+async def test_what_a_request_cannot_do_without_is_not_ignored():
+    async with session("ok" + END, ignored=("prompt",)) as (_, sdk, _):
+        answer = await sdk.completions.create(model="policy", prompt="Q:")
+        assert answer.choices[0].text == "ok"

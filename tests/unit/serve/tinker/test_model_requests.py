@@ -13,6 +13,7 @@ from torchtitan_rl.serve.tinker.models import ModelPlaces, Models
 from torchtitan_rl.serve.tinker.requests import ModelRequests
 from torchtitan_rl.serve.tinker.samplers import Versions
 from torchtitan_rl.serve.tinker.saved_states import ModelRecord, SavedStates
+from torchtitan_rl.serve.tinker.service import Service
 from torchtitan_rl.weights import layout
 from torchtitan_rl.weights.store import MemoryStore
 
@@ -217,3 +218,33 @@ def test_files_of_an_earlier_servers_versions_are_deleted(tmp_path):
     (tmp_path / "spool" / "1000007.safetensors").touch()
     Versions(None, max_published=1, max_spooled=1, spool=tmp_path / "spool")
     assert list((tmp_path / "spool").iterdir()) == []
+
+
+async def test_a_model_that_the_trainer_cannot_make_leaves_its_place(tmp_path):
+    class Full:
+        async def init_model(self, directory):
+            raise RuntimeError("policy-0.init_model: OutOfMemoryError")
+
+    server = Server(tmp_path, Full())
+    for index in range(2):  # the second reaches the trainer too
+        body = CreateModelBody(session_id="A", model_seq_id=index, base_model="b")
+        assert "OutOfMemoryError" in await server.answer(server.models.create(body))
+    assert not server.models.live
+
+
+async def test_two_saves_without_any_number_are_two_sampling_sessions():
+    opened = []
+
+    class Sampling:
+        def open(self, sampler_id, session_id, **weights):
+            opened.append(sampler_id)
+            return SimpleNamespace(sampler_id=sampler_id)
+
+    class Requests:
+        def save_for_sampler(self, body, session_of):
+            return session_of(SimpleNamespace(session_id="A"), 1)
+
+    service = SimpleNamespace(sampling=Sampling(), requests=Requests())
+    for seq_id in (None, None, 7):
+        Service.save_for_sampler(service, SaveForSamplerBody(model_id="A:train:0", seq_id=seq_id))
+    assert len(set(opened)) == 3 and opened[-1] == "A:sample:s7"

@@ -288,3 +288,21 @@ async def test_the_clock_of_a_gap_is_not_set_back_by_what_arrives_behind_it():
             break
     assert "seq_id=1, which never came" in first.message
     assert asyncio.get_running_loop().time() - began < 0.8
+
+
+async def test_a_request_without_a_number_follows_the_one_that_is_beginning():
+    futures, log, begun = Futures(), [], asyncio.Event()
+    order = in_order(futures, gap_s=0.2)
+
+    async def save():
+        log.append("save")
+        await begun.wait()  # saving and loading wait before their answer is under way
+        return await answering([], "save")()
+
+    order.submit(1, "m:1", save)
+    await asyncio.sleep(0)
+    order.submit(0, "m:unload", answering(log, "unload"))
+    begun.set()
+    assert await content(futures, "m:unload") == "unload"
+    order.submit(3, "m:3", answering(log, "3"))
+    assert await content(futures, "m:3") == "3" and log == ["save", "unload", "3"]

@@ -1,9 +1,12 @@
 """A file of keys with owners, and which keys a server asks for."""
 
+import socket
+
 import pytest
 
+from tests.kit.run_config import run_config
 from torchtitan_rl.cli.main import main
-from torchtitan_rl.cli.tinker_server import TinkerOptions, keys_of
+from torchtitan_rl.cli.tinker_server import TinkerOptions, adapted, keys_of, serve_tinker
 from torchtitan_rl.serve.tinker.owners import EVERYBODY, KeyFile, OneKey, add_key, read_key_file, remove_key
 
 
@@ -100,3 +103,18 @@ def test_one_key_is_for_everybody_and_has_to_be_asked_for_beyond_this_machine(tm
     for contradiction in ({"shared": True}, {"api_key_file": str(plain)}):
         with pytest.raises(ValueError, match="leave one of them out"):
             keys_of(TinkerOptions(keys=str(file), **contradiction))
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_server_has_room_for_a_model(merged):
+    with pytest.raises(ValueError, match="--max-models=0: must be at least 1"):
+        adapted(run_config(), TinkerOptions(max_models=0, merged=merged))
+
+
+async def test_a_port_that_is_taken_is_refused_before_anything_starts(tmp_path):
+    config = run_config()
+    config.output_dir = str(tmp_path / "run")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        with pytest.raises(ValueError, match=f"port={taken.getsockname()[1]}"):
+            await serve_tinker(config, TinkerOptions(port=taken.getsockname()[1]))
+    assert not (tmp_path / "run").exists()

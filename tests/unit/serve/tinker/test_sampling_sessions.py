@@ -1,5 +1,10 @@
 """Streams of the samples of one request, and the weights that a path names."""
 
+import asyncio
+import json
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+
 import numpy as np
 import torch
 from scipy import stats
@@ -10,10 +15,14 @@ adapters.prepare_vllm(eager=True)
 
 from torchtitan_rl.engine.gumbel import gumbel_argmax  # noqa: E402
 from torchtitan_rl.engine.noise import splitmix64  # noqa: E402
-from torchtitan_rl.serve.tinker.bodies import SamplingBody  # noqa: E402
+from torchtitan_rl.serve.limits import Places  # noqa: E402
+from torchtitan_rl.serve.tinker.bodies import SampleBody, SamplingBody  # noqa: E402
+from torchtitan_rl.serve.tinker.futures import Futures  # noqa: E402
+from torchtitan_rl.serve.tinker.json_answers import as_json  # noqa: E402
 from torchtitan_rl.serve.tinker.samplers import Versions  # noqa: E402
 from torchtitan_rl.serve.tinker.sampling_sessions import Generators, Sampling  # noqa: E402
 from torchtitan_rl.serve.tinker.saved_states import ModelRecord, SavedStates  # noqa: E402
+from torchtitan_rl.types import Completion  # noqa: E402
 
 SEEDS, SAMPLES, TOKENS, VOCABULARY = 20, 16, 24, 64
 
@@ -86,3 +95,50 @@ def test_a_path_that_was_deleted_and_saved_again_names_the_new_weights(tmp_path)
     assert save("new") == path
     new, first = version("third"), version("first")
     assert old == of_the_same == first and new != old and old in versions and new in versions
+
+
+class Sampler:
+    """Samples a token after a while; `failing` is the number of the sample that fails at once."""
+
+    def __init__(self, failing=None):
+        self.failing, self.num_asked, self.num_under_way = failing, 0, 0
+
+    async def sample(self, tokens, params, policy_version=None):
+        self.num_asked += 1
+        if self.num_asked == self.failing:
+            raise ValueError("no such sample")
+        self.num_under_way += 1
+        try:
+            await asyncio.sleep(0.05 if self.failing is None else 5)
+        finally:
+            self.num_under_way -= 1
+        return Completion(tokens=[1], logprobs=[-0.5], policy_versions=[0], finish_reason="stop")
+
+    async def score(self, tokens, policy_version=None):
+        return [-1.0] * (len(tokens) - 1)
+
+
+class Published:
+    @asynccontextmanager
+    async def published(self, version):
+        yield
+
+
+async def asked(sampler, places, **fields):
+    futures = Futures()
+    generators = SimpleNamespace(client=sampler, versions=Published(), turns=None, places=places, loaded={})
+    made = Sampling(generators, None, futures, base_model="b", context_tokens=9, vocab_size=9)
+    body = SampleBody(prompt={"chunks": [{"tokens": [3]}]}, sampling_params={}, base_model="b", **fields)
+    return await futures.fetch(made.submit(body)[0], 5)
+
+
+async def test_where_a_sample_fails_the_others_end_before_their_places_are_free():
+    sampler, places = Sampler(failing=1), Places(100)
+    answer = await asked(sampler, places, num_samples=4)
+    assert "no such sample" in answer.message and places.taken == sampler.num_under_way == 0
+
+
+async def test_a_prompt_of_one_token_has_no_likeliest_tokens_before_it():
+    answer = await asked(Sampler(), Places(100), num_samples=1, prompt_logprobs=True, topk_prompt_logprobs=2)
+    content = json.loads(as_json(answer.kind, answer.content))
+    assert content["prompt_logprobs"] == content["topk_prompt_logprobs"] == [None]
