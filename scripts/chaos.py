@@ -217,8 +217,15 @@ def find(who: str, output_dir: Path, process: psutil.Process) -> int:
     controller = psutil.Process(attempts(output_dir)[-1]["pid"])
     if who == "controller":
         return controller.pid
-    (trainer,) = [child for child in controller.children(recursive=True) if name(child, output_dir) == "policy-0"]
-    return trainer.pid
+
+    def trainers() -> list[int]:
+        return [child.pid for child in controller.children(recursive=True) if name(child, output_dir) == "policy-0"]
+
+    wait_until(
+        lambda: bool(trainers()), process
+    )  # an attempt has the steps of those before it, and no process at first
+    (trainer,) = trainers()
+    return trainer
 
 
 def main() -> int:
