@@ -50,7 +50,7 @@ def generator_spec(
             layer.attention = _latent_attention(layer.attention, index, tp)
         elif isinstance(layer.attention, Qwen35Attention.Config):
             layer.attention = _gated_attention(layer.attention, index, tp)
-        elif isinstance(layer.attention, GQAttention.Config):
+        elif isinstance(layer.attention, (GQAttention.Config, SinkAttention.Config)):
             layer.attention = _grouped_attention(layer.attention, index, tp)
         else:
             raise ValueError(

@@ -502,7 +502,7 @@ def test_counts_are_positive(where):
 @pytest.mark.parametrize("temperature", [0.0, -1.0])
 def test_training_samples_are_not_greedy(temperature):
     assert invalid("algorithm", "temperature", value=temperature) == (
-        f"algorithm.temperature={temperature}: must be positive; use 1, training samples are not greedy"
+        f"algorithm.temperature={temperature}: must be at least 0.01; use 1, training samples are not greedy"
     )
 
 

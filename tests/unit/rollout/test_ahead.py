@@ -107,7 +107,7 @@ async def test_a_failure_ahead_is_raised_when_its_batch_is_due_and_cancel_waits_
             await asyncio.sleep(1000)
         return await play(draws, counts)
 
-    run.batches._player._rollouts.play = fails_in_the_second
+    run.batches._player._rollout_player.play = fails_in_the_second
     await run.batch()
     with pytest.raises(ValueError, match="reward=2"):
         await run.batch()
