@@ -184,13 +184,13 @@ class Models:
             )
             seed = secrets.randbits(31) if lora is None or lora.seed is None else lora.seed % 2**63
             model = self.new(record, body.session_id)
-            added = self._made(model, self.add(model, seed))
+            added = self._added(model, self.add(model, seed))
         except Exception as error:
             return self._futures.refuse(fault_of(error))
         self._futures.start(request_id, then(added, {"model_id": model_id, "type": "create_model"}))
         return request_id
 
-    async def _made(self, model: Model, added: Awaitable[None]) -> None:
+    async def _added(self, model: Model, added: Awaitable[None]) -> None:
         """Waits until the trainer has a new model. One that it cannot make gives its place back."""
         try:
             await added
