@@ -132,15 +132,22 @@ class MeshTrainingClient(TrainingClient):
     def freeze_untrained(self) -> asyncio.Future[None]:
         return self._call(TrainerOperations.freeze_untrained)
 
-    async def push_weights(self, dtype: torch.dtype, transport: str, verify: bool, adapters_apart: bool = False) -> int:
-        answers = await self._on_each(TrainerOperations.push_weights, dtype, transport, verify, adapters_apart)
-        for answer in answers:  # the rank that publishes has looked
-            if isinstance(answer, NotFinite):
-                await self.discard_weights(answer.version)
-                raise WeightsNotFinite(answer)
-        if len(set(answers)) > 1:
-            raise RuntimeError(f"{self._mesh.role}.push_weights: ranks disagree: {answers}")
-        return answers[0]
+    def push_weights(
+        self, dtype: torch.dtype, transport: str, verify: bool, adapters_apart: bool = False
+    ) -> asyncio.Future[int]:
+        pushing = self._on_each(TrainerOperations.push_weights, dtype, transport, verify, adapters_apart)
+
+        async def pushed() -> int:
+            answers = await pushing
+            for answer in answers:  # the rank that publishes has looked
+                if isinstance(answer, NotFinite):
+                    await self.discard_weights(answer.version)
+                    raise WeightsNotFinite(answer)
+            if len(set(answers)) > 1:
+                raise RuntimeError(f"{self._mesh.role}.push_weights: ranks disagree: {answers}")
+            return answers[0]
+
+        return asyncio.ensure_future(pushed())
 
     async def discard_weights(self, version: int | str) -> None:
         await self._mesh.call_all(TrainerOperations.discard_weights, version)

@@ -21,8 +21,8 @@ class TrainingClient(ABC):
     `RemoteTrainingClient` drives a service that speaks Tinker's protocol. It raises RuntimeError for a call that the
     protocol does not have.
 
-    `forward_backward`, `forward` and `optim_step` send their messages at once and return a future, so a caller may
-    submit several before the first is awaited. Calls run in the order they were submitted.
+    `forward_backward`, `forward`, `optim_step` and `push_weights` send their messages at once and return a future, so a
+    caller may submit several before the first is awaited. Calls run in the order they were submitted.
     """
 
     @abstractmethod
@@ -97,7 +97,9 @@ class TrainingClient(ABC):
     # Weights for generators and other roles.
 
     @abstractmethod
-    async def push_weights(self, dtype: torch.dtype, transport: str, verify: bool, adapters_apart: bool = False) -> int:
+    def push_weights(
+        self, dtype: torch.dtype, transport: str, verify: bool, adapters_apart: bool = False
+    ) -> asyncio.Future[int]:
         """Pushes the current policy version and returns it; with `adapters_apart` its adapters alone.
         `dispatch.versions.PolicyVersions.publish` calls this. Raises WeightsNotFinite, and publishes nothing, for
         weights with a NaN or an infinity."""

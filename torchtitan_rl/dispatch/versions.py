@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Protocol
 
@@ -20,6 +22,7 @@ from torchtitan_rl.weights.versioned import VersionedStore
 
 __all__ = ["OneVersion", "PolicyVersions", "ServedVersions"]
 
+logger = logging.getLogger(__name__)
 
 _BASE = "base"
 """In the metadata of a file of adapters, the name of their base."""
@@ -72,6 +75,7 @@ class PolicyVersions:
         if config.transport == "auto":
             self._transport = "shared_memory" if one_host else "store"
         self._holders: dict[int, Counter[str]] = {}
+        self._discarding: set[asyncio.Task[None]] = set()
         self.publications: list[int] = []
         """The versions published so far, oldest first; one twice where no step was taken between two publications."""
         self.served: int | None = None
@@ -93,13 +97,29 @@ class PolicyVersions:
             await self.release(version, "newest")
 
     async def publish_for(self, holder: str) -> int:
-        """Publishes the trainer's version, which serves no unpinned request, and pins the version for `holder`."""
-        version = await self._push()
+        """Publishes the trainer's version, which serves no unpinned request, and pins the version for `holder`. Submits
+        to the trainer before it first waits. Where it is cancelled, the version is discarded once it is published."""
+        pushing = asyncio.ensure_future(self._push())
+        try:
+            version = await asyncio.shield(pushing)
+        except asyncio.CancelledError:  # the trainer publishes all the same, and nobody would ever delete that version
+            discarding = asyncio.ensure_future(self._discard_unheld(pushing))
+            self._discarding.add(discarding)
+            discarding.add_done_callback(self._discarding.discard)
+            raise
         self._holders.setdefault(version, Counter())[holder] += 1
         return version
 
-    async def _push(self) -> int:
-        return await self._trainer.push_weights(self._dtype, self._transport, self._config.verify, self._adapters_apart)
+    def _push(self) -> Awaitable[int]:
+        return self._trainer.push_weights(self._dtype, self._transport, self._config.verify, self._adapters_apart)
+
+    async def _discard_unheld(self, pushing: asyncio.Future[int]) -> None:
+        try:
+            version = await pushing
+            if version not in self._holders:
+                await self._discard(version)
+        except Exception as error:  # nobody waits for this version
+            logger.warning("a version that nobody waits for any more could not be published and discarded: %s", error)
 
     def pin(self, version: int, holder: str) -> None:
         """Keeps a version until `release`. Raises ValueError for a version that was deleted or never published."""
@@ -115,7 +135,10 @@ class PolicyVersions:
         holders.update([holder] * (holders.pop(holder) - 1))  # without a name that holds nothing
         if not holders:
             del self._holders[version]
-            await asyncio.gather(self._store.discard(version), self._trainer.discard_weights(version))
+            await self._discard(version)
+
+    async def _discard(self, version: int) -> None:
+        await asyncio.gather(self._store.discard(version), self._trainer.discard_weights(version))
 
     def holders(self) -> dict[int, list[str]]:
         """Version to the names of its holders."""

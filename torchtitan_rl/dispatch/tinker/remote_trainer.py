@@ -234,14 +234,16 @@ class RemoteTrainingClient(TrainingClient):
 
     # Versions.
 
-    async def push_weights(self, dtype: torch.dtype, transport: str, verify: bool, adapters_apart: bool = False) -> int:
+    def push_weights(
+        self, dtype: torch.dtype, transport: str, verify: bool, adapters_apart: bool = False
+    ) -> asyncio.Future[int]:
         """Makes the present weights a version to sample from, and returns its number. The service chooses dtype and
         transport, and whether it merges adapters."""
 
         async def send() -> Awaitable[int]:
             return self._published(self._client.save_weights_and_get_sampling_client(), self._version)
 
-        return await self._order.submit(send)
+        return self._order.submit(send)
 
     async def _published(self, future: Any, version: asyncio.Future[int]) -> int:
         client = await self._answered("push_weights", future)

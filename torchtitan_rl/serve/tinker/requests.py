@@ -123,22 +123,24 @@ class ModelRequests:
             name = body.path or f"seq-{body.seq_id or 0:06d}"
             await self._saving.acquire()
             try:
-                directory = self._checkpoints.begin(model.record, "weights", name, overwrite=body.overwrite)
-                await self._save_adapter(model, directory)
-                self._models.use(model)
-                staging = asyncio.ensure_future(self._trainer.stage_checkpoint(directory))
+                writing = self._checkpoints.begin(model.record, "weights", name, overwrite=body.overwrite)
+                with self._checkpoints.deleted_on_error(writing):
+                    await self._save_adapter(model, writing)
+                    self._models.use(model)
+                    staging = asyncio.ensure_future(self._trainer.stage_checkpoint(writing))
             except BaseException:
                 self._saving.release()
                 raise
             try:
-                await asyncio.shield(staging)
+                with self._checkpoints.deleted_on_error(writing):
+                    await asyncio.shield(staging)
             except asyncio.CancelledError:  # the model is unloaded, and the trainer writes on
                 self._releasing = asyncio.ensure_future(self._release_once_written(staging))
                 raise
             except BaseException:
                 self._saving.release()
                 raise
-            return self._written(model, name, body)
+            return self._written(model, writing, name, body)
 
         return self._models.submit(body.model_id, body.seq_id, start)
 
@@ -151,12 +153,13 @@ class ModelRequests:
         finally:
             self._saving.release()
 
-    async def _written(self, model: Model, name: str, body: SaveWeightsBody) -> ReadyBody:
+    async def _written(self, model: Model, writing: Path, name: str, body: SaveWeightsBody) -> ReadyBody:
         try:
-            files = await self._trainer.checkpoint_written()
-            saved = self._checkpoints.commit(
-                model.record, "weights", name, ttl_s=body.ttl_seconds, metadata=body.user_metadata, files=files
-            )
+            with self._checkpoints.deleted_on_error(writing):
+                files = await self._trainer.checkpoint_written()
+                saved = self._checkpoints.commit(
+                    model.record, "weights", name, ttl_s=body.ttl_seconds, metadata=body.user_metadata, files=files
+                )
         finally:
             self._saving.release()
         return json_answer({"path": saved.path, "type": "save_weights"})
@@ -180,12 +183,13 @@ class ModelRequests:
             name = self._checkpoints.directory(model.record.model_id, "sampler_weights", body.path)
             if name in self._names_in_use:
                 raise user(f"path={body.path[:120]!r}: is being saved; await that save, or use another name")
+            writing = self._checkpoints.begin(model.record, "sampler_weights", body.path, overwrite=body.overwrite)
             self._names_in_use.add(name)
             try:
-                writing = self._checkpoints.begin(model.record, "sampler_weights", body.path, overwrite=body.overwrite)
-                await self._save_adapter(model, writing)
-                self._models.use(model)
-                version = await self._versions.publish()
+                with self._checkpoints.deleted_on_error(writing):
+                    await self._save_adapter(model, writing)
+                    self._models.use(model)
+                    version = await self._versions.publish()
             except BaseException:
                 self._names_in_use.discard(name)
                 raise
@@ -199,15 +203,16 @@ class ModelRequests:
         """Writes a published version under its name. Samplers read it from the disk, so the store drops it, unless a
         sampling session without a name has this version too."""
         try:
-            await self._versions.save(version, writing / "weights.safetensors")
-            saved = self._checkpoints.commit(
-                model.record,
-                "sampler_weights",
-                str(body.path),
-                ttl_s=body.ttl_seconds,
-                metadata=body.user_metadata,
-                files=await asyncio.to_thread(run_checkpoint.checksums_of_all, writing),
-            )
+            with self._checkpoints.deleted_on_error(writing):
+                await self._versions.save(version, writing / "weights.safetensors")
+                saved = self._checkpoints.commit(
+                    model.record,
+                    "sampler_weights",
+                    str(body.path),
+                    ttl_s=body.ttl_seconds,
+                    metadata=body.user_metadata,
+                    files=await asyncio.to_thread(run_checkpoint.checksums_of_all, writing),
+                )
         finally:
             self._names_in_use.discard(name)
             self._versions.leave(version)
@@ -221,19 +226,20 @@ class ModelRequests:
             if body.age_encryption_recipients:
                 raise user("age_encryption_recipients: is not offered; leave it out, and encrypt what was downloaded")
             writing = self._checkpoints.begin(model.record, "external_weights", body.path, overwrite=body.overwrite)
-            self._models.use(model)
-            if self._models.lora is not None:
-                await self._trainer.save_adapter(writing)
-            else:
-                await self._trainer.save_hf_model(writing, **self._models.end_tokens)
-            saved = self._checkpoints.commit(
-                model.record,
-                "external_weights",
-                body.path,
-                ttl_s=body.ttl_seconds,
-                metadata=body.user_metadata,
-                files=await asyncio.to_thread(run_checkpoint.checksums_of_all, writing),
-            )
+            with self._checkpoints.deleted_on_error(writing):
+                self._models.use(model)
+                if self._models.lora is not None:
+                    await self._trainer.save_adapter(writing)
+                else:
+                    await self._trainer.save_hf_model(writing, **self._models.end_tokens)
+                saved = self._checkpoints.commit(
+                    model.record,
+                    "external_weights",
+                    body.path,
+                    ttl_s=body.ttl_seconds,
+                    metadata=body.user_metadata,
+                    files=await asyncio.to_thread(run_checkpoint.checksums_of_all, writing),
+                )
             answer = {"path": saved.path, "size_bytes": saved.size_bytes, "type": "save_weights_external"}
             return ready(json_answer(answer))
 

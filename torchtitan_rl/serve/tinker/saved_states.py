@@ -13,6 +13,8 @@ import json
 import logging
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -34,6 +36,8 @@ RECORDS = ("checkpoint.json", "files.json")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,127}")
 _MODEL_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9:._-]{0,127}")
 _SCHEME = "tinker://"
+_WRITING = ".writing"
+"""The end of the name of a directory that is no checkpoint yet."""
 
 
 def _moment(text: str) -> str:
@@ -106,6 +110,8 @@ class SavedStates:
     def __init__(self, root: Path) -> None:
         self.root = root
         root.mkdir(parents=True, exist_ok=True)
+        for cut_off in root.glob(f"*/*/.*{_WRITING}"):  # of an earlier server
+            shutil.rmtree(cut_off, ignore_errors=True)
 
     def directory(self, model_id: str, kind: str, name: str) -> Path:
         """Where a checkpoint is. Raises Fault for names that are not plain."""
@@ -121,10 +127,20 @@ class SavedStates:
         final = self.directory(record.model_id, kind, name)
         if (final / "checkpoint.json").exists() and not overwrite:
             raise user(f"path={name!r}: the model has saved it already; use another name, or overwrite=True")
-        writing = final.with_name(f".{name}.writing")
+        writing = final.with_name(f".{name}{_WRITING}")
         shutil.rmtree(writing, ignore_errors=True)
         writing.mkdir(parents=True)
         return writing
+
+    @contextmanager
+    def deleted_on_error(self, writing: Path) -> Iterator[None]:
+        """Deletes a directory of `begin` when the block raises. Not when it is cancelled: the trainer writes on into
+        the directory, which the next server deletes."""
+        try:
+            yield
+        except Exception:
+            shutil.rmtree(writing, ignore_errors=True)
+            raise
 
     def commit(
         self,
@@ -139,7 +155,7 @@ class SavedStates:
         """Makes a checkpoint of what `begin` gave and was written into. `files`: checksums that are known already, see
         `weights.checkpoint.checksums`; `commit` computes the others."""
         final = self.directory(record.model_id, kind, name)
-        writing, now = final.with_name(f".{name}.writing"), datetime.now(UTC)
+        writing, now = final.with_name(f".{name}{_WRITING}"), datetime.now(UTC)
         checkpoint = Checkpoint(
             model=record,
             kind=kind,

@@ -7,7 +7,13 @@ import torch
 
 from torchtitan_rl.dispatch.versions import PolicyVersions
 from torchtitan_rl.serve.tinker import requests
-from torchtitan_rl.serve.tinker.bodies import CreateModelBody, LoadWeightsBody, SaveForSamplerBody, SaveWeightsBody
+from torchtitan_rl.serve.tinker.bodies import (
+    CreateModelBody,
+    LoadWeightsBody,
+    SaveExternalBody,
+    SaveForSamplerBody,
+    SaveWeightsBody,
+)
 from torchtitan_rl.serve.tinker.futures import Futures
 from torchtitan_rl.serve.tinker.models import ModelPlaces, Models
 from torchtitan_rl.serve.tinker.requests import ModelRequests
@@ -211,6 +217,46 @@ async def test_a_version_that_is_published_again_while_it_is_pushed_out_keeps_it
         await publish()
         manifest, payload = await store.fetch(1, verify=False)
         assert layout.read(payload, manifest)["w"].tolist() == [1.0] * 4
+
+
+async def test_weights_of_a_model_that_is_unloaded_while_they_are_published_stay_nowhere(tmp_path):
+    store, published = policy_versions([7, 8], push_s=0.1)
+    versions = Versions(published, max_published=2, max_spooled=3, spool=tmp_path / "spool")
+    server = Server(tmp_path / "models", None, "m", versions=versions)
+    body = SaveForSamplerBody(model_id="m", seq_id=1)
+    answer = server.requests.save_for_sampler(body, lambda model, version: {})
+    await asyncio.sleep(0.05)
+    server.models.remove(server.models.live["m"], "its session was finished")
+    assert "is unloaded (its session was finished)" in await server.answer(answer)
+    assert await published.publish_for("another model") == 8  # the trainer has published the first by now
+    await asyncio.sleep(0.05)
+    assert await store.versions() == [8] and published.holders() == {8: ["another model"]}
+
+
+async def test_a_save_that_fails_leaves_no_directory_and_one_that_was_cut_off_is_deleted_at_the_next_start(tmp_path):
+    class Full:
+        async def publish(self):
+            raise RuntimeError("policy-0.push_weights: No space left on device")
+
+        async def save_hf_model(self, *args, **kwargs):
+            raise RuntimeError("policy-0.save_hf_model: No space left on device")
+
+        async def stage_checkpoint(self, directory):
+            raise RuntimeError("policy-0.stage_checkpoint: No space left on device")
+
+    server = Server(tmp_path, Full(), "m", versions=Full())
+    named = SaveForSamplerBody(model_id="m", path="s", seq_id=1)
+    for request in (
+        server.requests.save_for_sampler(named, lambda model, version: {}),
+        server.requests.save(SaveWeightsBody(model_id="m", path="w", seq_id=2)),
+        server.requests.save_external(SaveExternalBody(model_id="m", path="e", seq_id=3)),
+    ):
+        assert "No space left on device" in await server.answer(request)
+    assert [path for path in tmp_path.rglob(".*")] == []
+    server.checkpoints.begin(ModelRecord(model_id="m", base_model="b"), "weights", "w", overwrite=False)
+    assert [path.name for path in tmp_path.rglob(".*")] == [".w.writing"]
+    SavedStates(tmp_path)
+    assert [path for path in tmp_path.rglob(".*")] == []
 
 
 def test_files_of_an_earlier_servers_versions_are_deleted(tmp_path):
