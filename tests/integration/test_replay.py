@@ -134,19 +134,26 @@ def test_an_engine_begins_at_a_load_in_the_company_of_what_was_under_way(engine_
             engine._iterate()
         futures += engine.submit(queued)  # nothing of them is computed at the load, and the cache has their prompt
         load(engine, 2)
+        engine.cancel([queued[1].number])  # its caller has gone before its first step
         recorded = engine.submit(new)
-        for _ in range(8):
+        for _ in range(4):
+            engine._iterate()
+        engine.cancel([old[4].number, new[3].number, 9999])
+        for _ in range(4):
             engine._iterate()
         load(engine, 3)
         recorded += engine.submit(newer)
         ended(engine, [*futures, *recorded])
         recorded = [future.result() for future in recorded]
+        assert [futures[4].result(), futures[9].result(), recorded[3]] == [None] * 3 and None not in recorded[:3]
     (file,) = engine_files(tmp_path / "run")
     first = since_load(list(read_schedule(file)), 2)
     rows = [tuple(row) for row in first[0].under_way]
     assert (0, 0) in rows and sum(len(row) == 3 for row in rows) == 4 and len(rows) > 8
     assert max(companion.num_computed for companion in company(first) if companion.waits) == 128
-    assert {version for answer in recorded for version in answer.policy_versions} == {2, 3}
+    answered = [answer for answer in recorded if answer is not None]
+    assert {version for answer in answered for version in answer.policy_versions} == {2, 3}
+    assert [entry.cancelled for entry in first if entry.cancelled] == [[21], [5, 43]]
 
     schedules = Schedules(directory=str(tmp_path / "replay"), followed={"generator-0": str(file)}, after_load=2)
     with by_hand(directory, schedules) as engine:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torchtitan_rl.algorithm.losses import cross_entropy, importance_sampling, p
 from torchtitan_rl.algorithm.minibatch_statistics import clip_cov, kl_cov, top_entropy
 from torchtitan_rl.algorithm.terms import with_minibatch_fn
 from torchtitan_rl.config.algorithm import AlgorithmConfig
+from torchtitan_rl.record.schedule import engine_files, read_schedule, schedule_of
 from torchtitan_rl.train.role_scores import with_old_logprobs
 from torchtitan_rl.train.step_metrics import StepMetrics
 from torchtitan_rl.types import OptimParams, SamplingParams
@@ -111,6 +113,25 @@ def test_the_same_requests_give_the_same_tokens_and_bits_whatever_the_cache_hold
     first, second = loop.run_until_complete(sample()), loop.run_until_complete(sample())
     assert [c.tokens for c in first] == [c.tokens for c in second]
     assert [c.logprobs for c in first] == [c.logprobs for c in second]
+
+
+def test_requests_whose_callers_have_gone_leave_the_engine(loop, controller):
+    async def run():
+        params = SamplingParams(max_tokens=56, ignore_eos=True)
+        stays, *gone = [asyncio.ensure_future(controller.generator.sample(PROMPT, params)) for _ in range(8)]
+        await asyncio.sleep(0.02)
+        for request in gone:
+            request.cancel()
+        completion = await stays
+        async with asyncio.timeout(10):
+            while controller.generator.in_flight() != [0]:
+                await asyncio.sleep(0.01)
+        return completion
+
+    assert len(loop.run_until_complete(run()).tokens) == 56
+    (file,) = engine_files(schedule_of(Path(controller.config.output_dir), 1))
+    *_, last = (entry for entry in read_schedule(file) if entry.cancelled)
+    assert len(last.cancelled) == 7 and last.unfinished == 8
 
 
 def _gradient(loop, controller, calls, loss_fn=importance_sampling, max_tokens=None):

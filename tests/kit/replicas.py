@@ -16,7 +16,7 @@ class Mesh:
     def __init__(self, role):
         self.role, self.num_ranks, self.broken, self.held_up = role, 2, {}, None
         self.refused = {"fetch": [], "load": []}
-        self.sampled, self.loaded, self.aborted = [], [], []
+        self.sampled, self.loaded, self.aborted, self.cancelled = [], [], [], []
         self.waiting, self.slow, self.released, self.fetching = {}, [], asyncio.Event(), None
         self.loading = None  # holds up loads
         self.staged = set()  # versions that were fetched and not loaded yet
@@ -33,6 +33,8 @@ class Mesh:
             raise self.broken[endpoint]
         if endpoint == "probe":
             return None
+        if endpoint == "cancel":
+            return self.cancelled.append(argument)
         if endpoint == "load":
             if self.loading is not None:
                 await self.loading.wait()
@@ -64,6 +66,8 @@ class Mesh:
     def _answer(self, request):
         if request.tokens == [13]:
             return ValueError("prompt of 1 tokens: token id 13 is out of vocabulary")
+        if request.tokens == [14]:
+            return None  # cancelled
         return Completion(tokens=request.tokens, logprobs=[], policy_versions=[self.loaded[-1]], finish_reason="stop")
 
     async def call_each(self, operation):

@@ -43,8 +43,10 @@ class _Ticket:
 
     poll: asyncio.Future | None = None
     """The call that waits for the next answers."""
-    done: list[tuple[int, Asked]] = field(default_factory=list)
+    done: list[tuple[int, Asked | None]] = field(default_factory=list)
     """What no call has fetched yet."""
+    in_engine: dict[int, tuple[int, Asked]] = field(default_factory=dict)
+    """Index of each request that the engine has -> its `Request.number`, and the request."""
 
 
 class FakeReplica:
@@ -104,9 +106,20 @@ class FakeReplica:
         round_.poll = answer
         for index, request in enumerate(requests):
             asked = self.world.asked(request, self)
+            round_.in_engine[index] = request.number, asked
             self._after(0.01 if asked.refused else asked.seconds, self._complete, round_, index, asked)
         if round_.done:
             self._after(_TOGETHER_S, self._deliver, round_)
+
+    def cancel(self, answer: asyncio.Future, numbers: list[int]) -> None:
+        def cancelled() -> None:
+            for round_ in self._tickets.values():
+                for index, (number, asked) in list(round_.in_engine.items()):
+                    if number in numbers:
+                        self.world.cancelled(asked)
+                        self._complete(round_, index, None)
+
+        self._after(self.world.between(0.005, 0.1), self._answer, answer, cancelled)
 
     def fetch(self, answer: asyncio.Future, version: int, verify: bool) -> None:
         def fetched() -> None:
@@ -135,7 +148,10 @@ class FakeReplica:
 
     # The engine.
 
-    def _complete(self, round_: _Ticket, index: int, asked: Asked) -> None:
+    def _complete(self, round_: _Ticket, index: int, asked: Asked | None) -> None:
+        """`asked` None: the request was cancelled."""
+        if round_.in_engine.pop(index, None) is None:
+            return  # it was cancelled before
         round_.done.append((index, asked))
         if len(round_.done) == 1 and round_.poll is not None:
             self._after(_TOGETHER_S, self._deliver, round_)
@@ -145,12 +161,14 @@ class FakeReplica:
         if poll is None or poll.done():
             return
         done, round_.done = round_.done, []
-        for _, asked in done:
+        for asked in filter(None, (asked for _, asked in done)):
             self.world.answered(asked)
         self._settled(poll)
         poll.set_result([(index, self._completion(asked)) for index, asked in done])
 
-    def _completion(self, asked: Asked) -> Completion | ValueError:
+    def _completion(self, asked: Asked | None) -> Completion | ValueError | None:
+        if asked is None:
+            return None
         if asked.refused:
             return ValueError("prompt: holds a token that the engine refuses")
         pace, tokens, versions = asked.seconds / asked.num_tokens, [], []

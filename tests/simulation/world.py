@@ -173,6 +173,10 @@ class World:
         self._running.pop(asked.stream, None)
         self.log.delivered.add(asked.stream)
 
+    def cancelled(self, asked: Asked) -> None:
+        """Notes a request that an engine gives up."""
+        self._running.pop(asked.stream, None)
+
     def watched(self, run_group: Callable[..., Awaitable[RolloutGroup]]) -> Callable[..., Awaitable[RolloutGroup]]:
         """`run_group`, which notes the draws that it has played to their end."""
 

@@ -73,6 +73,10 @@ class Generator(Actor):
         return await self.rank.sample(ticket, requests)
 
     @concurrent_endpoint
+    async def cancel(self, numbers: list[int]) -> None:
+        await self.rank.cancel(numbers)
+
+    @concurrent_endpoint
     async def fetch(self, version: int, verify: bool) -> ValueError | None:
         return await self.rank.fetch(version, verify)
 

@@ -71,8 +71,8 @@ class GeneratorRank:
         """Admits requests under a ticket, and returns the answers that are there, each with the index of its request;
         waits for the first. Without requests: the next answers of the ticket.
 
-        An answer is a Completion (or log-probabilities, where `params` is None), and a ValueError for an invalid
-        request. An error of the engine is raised.
+        An answer is a Completion (or log-probabilities, where `params` is None), a ValueError for an invalid request,
+        and None for one that was cancelled. An error of the engine is raised.
         """
         waiting = self._waiting.pop(ticket, None)
         if waiting is None:
@@ -89,6 +89,10 @@ class GeneratorRank:
         if waiting:
             self._waiting[ticket] = waiting
         return answers
+
+    async def cancel(self, numbers: list[int]) -> None:
+        """Takes the requests with these `Request.number` out of the engine; those that are not in it are answered."""
+        await asyncio.shield(asyncio.wrap_future(self.engine.cancel(numbers)))
 
     async def fetch(self, version: int, verify: bool) -> ValueError | None:
         """Stages a version from the store. Returns why its tensors do not fit this model; None where they do."""

@@ -190,7 +190,11 @@ class GeneratorOperations(Protocol):
 
     @needs(*GENERATOR_PARTS)
     async def sample(self, ticket: int, requests: list[Request]) -> list[tuple[int, Any]]:
-        """Admits requests under a ticket. Returns the answers that are there, each with the index of its request."""
+        """Admits requests under a ticket. Returns the answers that are there, each with the index of its request; the
+        answer to one that was cancelled is None."""
+
+    async def cancel(self, numbers: list[int]) -> None:
+        """Gives up the requests with these `Request.number`: nobody waits for their answers, which are None."""
 
     async def fetch(self, version: int, verify: bool) -> ValueError | None:
         """Stages a version from the store. Returns why the version does not fit this model."""

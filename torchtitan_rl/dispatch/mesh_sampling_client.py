@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -87,6 +88,10 @@ class MeshSamplingClient(SamplingClient):
         """The requests of this iteration of the event loop, by the version they are pinned to."""
         self._waiting: list[tuple[_Batch, int | None]] = []
         """Requests that wait for a replica to come, with the version they are pinned to."""
+        self._sent: dict[int, Replica] = {}
+        """Number of a request -> the replica that it was sent to and that has not answered it."""
+        self._cancelled: dict[Replica, list[int]] = defaultdict(list)
+        """The numbers of sent requests whose callers have gone in this iteration of the event loop."""
         self._tasks: set[asyncio.Task] = set()
         self._closed = False
 
@@ -205,21 +210,39 @@ class MeshSamplingClient(SamplingClient):
         self.num_requests += 1
         request.number = self.num_requests
         self._pending[version].append((request, future))
-        return await future
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._cancel(request.number)
+            raise
+
+    def _cancel(self, number: int) -> None:
+        """Tells the replica that nobody waits for a request's answer any more. Not in a replay, whose engines follow
+        the record in this too."""
+        replica = self._sent.pop(number, None)
+        if replica is None or self._routes is not None or self._follows or self._closed:
+            return
+        if not self._cancelled:
+            asyncio.get_running_loop().call_soon(self._flush_cancelled)
+        self._cancelled[replica].append(number)
+
+    def _flush_cancelled(self) -> None:
+        cancelled, self._cancelled = self._cancelled, defaultdict(list)
+        for replica, numbers in cancelled.items():
+            if replica.lost is None:
+                self._start(replica.cancel(numbers))
 
     def _flush(self, version: int | None) -> None:
         self._dispatch(self._pending.pop(version), version)
 
     def _dispatch(self, batch: _Batch, version: int | None) -> None:
         """Sends each request to the replica that the router chooses. Where all are lost, keeps the requests while a
-        replica is expected, and fails them otherwise. A request whose caller has gone is not sent, but in a replay,
-        where the record says what an engine gets."""
+        replica is expected, and fails them otherwise."""
         if self._closed:
             return _fail(batch, RuntimeError(_CLOSED))
-        if self._routes is None and not self._follows:
-            batch = [(request, future) for request, future in batch if not future.done()]
-            if not batch:
-                return
+        batch = self._wanted(batch)
+        if not batch:
+            return
         if self._expects_replica():
             self._waiting.append((batch, version))
             return
@@ -231,6 +254,12 @@ class MeshSamplingClient(SamplingClient):
         for index, share in shares.items():
             sending = self._start(running("hand requests and answers over", self._send(index, share, version)))
             sending.add_done_callback(partial(_fail_cancelled, share))
+
+    def _wanted(self, batch: _Batch) -> _Batch:
+        """The requests whose callers wait; in a replay all, because the record says what an engine gets."""
+        if self._routes is not None or self._follows:
+            return batch
+        return [(request, future) for request, future in batch if not future.done()]
 
     def _route(self, batch: _Batch, version: int | None, healthy: list[int]) -> dict[int, _Batch]:
         """Index of a replica -> its share of the requests."""
@@ -251,18 +280,17 @@ class MeshSamplingClient(SamplingClient):
         """Answers the requests of a batch by one replica. Those that a lost replica leaves unanswered go to the healthy
         replicas; any other error is the answer to all of them."""
         replica, unanswered = self._replicas[index], len(batch)
-        requests = [request for request, _ in batch]
         try:
             async with self._turn(GeneratorOperations.sample):
-                async for answers in replica.sample(requests, version, self._timeout_s):
+                wanted = self._wanted(batch)
+                self._finished(index, len(batch) - len(wanted), version)
+                batch, unanswered = wanted, len(wanted)
+                if not batch:
+                    return
+                self._sent.update((request.number, replica) for request, _ in batch)
+                async for answers in replica.sample([request for request, _ in batch], version, self._timeout_s):
                     for position, answer in answers:
-                        future = batch[position][1]
-                        if future.done():
-                            continue
-                        if isinstance(answer, ValueError):
-                            future.set_exception(answer)
-                        else:
-                            future.set_result(answer)
+                        self._answer(*batch[position], answer)
                     unanswered -= len(answers)
                     self._finished(index, len(answers), version)
         except ReplicaLost as error:
@@ -276,6 +304,21 @@ class MeshSamplingClient(SamplingClient):
             _fail(batch, RuntimeError(_CLOSED))
             self._finished(index, unanswered, version)
             raise
+        finally:
+            for request, _ in batch:
+                self._sent.pop(request.number, None)
+
+    def _answer(self, request: Request, future: asyncio.Future, answer: Any) -> None:
+        self._sent.pop(request.number, None)
+        if future.done():
+            return
+        if isinstance(answer, ValueError):
+            future.set_exception(answer)
+        elif answer is not None:
+            future.set_result(answer)
+        else:  # cancelled by the record that the engine follows: its caller goes here too, if not at the same moment
+            parted = RuntimeError("sampling: in the record this request's caller had gone; the replay has parted")
+            asyncio.get_running_loop().call_later(self._timeout_s, _fail, [(request, future)], parted)
 
     def _finished(self, index: int, num_requests: int, version: int | None) -> None:
         """Notes that a replica has answered requests, or never will."""

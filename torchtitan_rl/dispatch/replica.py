@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from enum import Enum, auto
 from typing import Any
 
@@ -92,7 +92,8 @@ class Replica:
         self, requests: list[Request], version: int | None, timeout_s: float
     ) -> AsyncIterator[list[tuple[int, Any]]]:
         """Yields answers as they come, each with the index of its request; a ValueError is the answer to a request at
-        fault. Raises ReplicaLost, also when `timeout_s` pass without an answer, and VersionRefused."""
+        fault, None to one that was cancelled. Raises ReplicaLost, also when `timeout_s` pass without an answer, and
+        VersionRefused."""
         self._num_tickets = ticket = self._num_tickets + 1
         async with self._serving(version) if self._adapters is None else self._holding(version) as adapter:
             for request in requests:
@@ -109,6 +110,12 @@ class Replica:
                 requests = []  # further calls ask for the next answers of the ticket
                 self.has_answered = True
                 yield answers
+
+    async def cancel(self, numbers: list[int]) -> None:
+        """Takes requests out of the engine whose callers have gone: their answers, None, come at once. One that waits
+        for its version is not in the engine yet, and stays."""
+        with suppress(RuntimeError):  # an engine that is lost has none of them, and the calls that wait for it say so
+            await self.mesh.call_leader(GeneratorOperations.cancel, numbers)
 
     async def pull(self, version: int) -> None:
         """Fetches a version, while requests go on, and loads it once pinned ones have ended. Adapters are fetched once

@@ -32,7 +32,7 @@ from torchtitan_rl.engine import noise, vllm_internals, vllm_model
 from torchtitan_rl.engine.arguments import engine_args
 from torchtitan_rl.engine.command import Command
 from torchtitan_rl.engine.engine_requests import completion, engine_params, has_nan, scores
-from torchtitan_rl.engine.followed_schedule import FollowedSchedule
+from torchtitan_rl.engine.followed_schedule import FollowedSchedule, companion_number
 from torchtitan_rl.engine.layer_adapters import NO_SLOT
 from torchtitan_rl.engine.plan import whole_adapters, whole_parameters
 from torchtitan_rl.model.decoding import schedules_ahead
@@ -56,8 +56,6 @@ logger = logging.getLogger(__name__)
 
 _IDLE_WAIT_S = 0.5  # an idle rank 0 broadcasts this often, well within the collective's time limit
 _CLOSE_S = 60.0
-_COMPANION = -1
-"""`Request.number` of a companion, which stands for a recorded request and answers nobody."""
 _COMPANY_SALT = "company"
 """Cache salt of companions. No other request has it, so none reads what was computed from their placeholder tokens."""
 
@@ -68,10 +66,10 @@ class _InFlight:
     version_starts: list[tuple[int, int]]
     """(number of tokens already sampled, policy version from there on)."""
     future: Future | None
-    """The caller's future; None on ranks other than 0."""
+    """The caller's future; None on ranks other than 0, and of a companion."""
     top_k: int = 0  # `Request.top_k` of a scoring request
     number: int = 0
-    """`Request.number`; that of a companion is `_COMPANION`."""
+    """`Request.number`; negative: a companion, which stands for a recorded request and answers nobody."""
     params: SamplingParams | None = None
 
 
@@ -87,8 +85,8 @@ class _Resident:
 
 
 class Engine:
-    """An engine and its thread. The public methods may be called from any thread of the process: `submit`, `load`,
-    `sleep`, `wake` and `probe` of rank 0 alone. They return futures, which the engine's thread answers.
+    """An engine and its thread. The public methods may be called from any thread of the process: `submit`, `cancel`,
+    `load`, `sleep`, `wake` and `probe` of rank 0 alone. They return futures, which the engine's thread answers.
     """
 
     model: Any
@@ -191,6 +189,11 @@ class Engine:
             futures.append(Future())
         self._send(command, futures)
         return futures
+
+    def cancel(self, numbers: list[int]) -> Future:
+        """Takes the requests with these `Request.number` out of the engine, where they are in it: nobody waits for
+        their answers, which are None."""
+        return self._send_one(Command("cancel", numbers))
 
     def stage(self, version: int, tensors: dict[str, torch.Tensor]) -> None:
         """Keeps the tensors of a version on this rank until rank 0 commands the load."""
@@ -395,6 +398,8 @@ class Engine:
     def _execute(self, command: Command, futures: list[Future]) -> None:
         if command.kind == "add":
             self._add_all(command.argument, futures)
+        elif command.kind == "cancel":
+            self._cancel(command.argument, futures)
         elif command.kind == "load":
             self._update(command.argument, futures)
         elif command.kind == "company":
@@ -471,10 +476,24 @@ class Engine:
             engine_id, [(0, version)], future, request.top_k, request.number, request.params
         )
 
+    def _cancel(self, numbers: list[int], futures: list[Future]) -> None:
+        numbers = [request.number for request in self._in_flight.values() if request.number in numbers]
+        if numbers:
+            if self._recording is not None:
+                self._recording.cancelled(self._iteration, len(self._in_flight), numbers)
+            self._end_steps_in_flight()  # which answer some of them, it may be
+        for request_id, request in list(self._in_flight.items()):
+            if request.number in numbers:
+                del self._in_flight[request_id]
+                self._engine.abort_request([request.engine_id], internal=True)
+                if request.future is not None:
+                    request.future.set_result(None)
+        _answer(futures)
+
     def _finish(self, output: Any) -> None:
         """Answers the request of a finished `RequestOutput`."""
         request = self._in_flight.pop(output.request_id)
-        if request.number == _COMPANION:
+        if request.number < 0:
             return
         if self._recording is not None and len(request.version_starts) > 1:
             num_tokens = len(output.prompt_token_ids) + sum(len(sampled.token_ids) for sampled in output.outputs)
@@ -539,7 +558,7 @@ class Engine:
         request = Request(
             [0] * num_tokens,
             SamplingParams(max_tokens=max_tokens, temperature=companion.temperature, seed=0, ignore_eos=True),
-            number=_COMPANION,
+            number=companion_number(companion),
         )
         params = engine_params(request)
         params.skip_reading_prefix_cache = True
@@ -547,7 +566,7 @@ class Engine:
         engine_id = self._engine.add_request(request_id, prompt, params)
         vllm_internals.begin_at(self._engine, engine_id, max(0, companion.num_computed - num_sampled))
         starts = [(0, self.policy_version)]
-        self._in_flight[request_id] = _InFlight(engine_id, starts, None, number=_COMPANION, params=request.params)
+        self._in_flight[request_id] = _InFlight(engine_id, starts, None, number=request.number, params=request.params)
 
     # The engine's thread: new weights.
 

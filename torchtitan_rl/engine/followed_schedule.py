@@ -21,7 +21,7 @@ from torchtitan_rl.engine.command import Command
 from torchtitan_rl.record.schedule import Companion, ScheduleEntry, request_key
 from torchtitan_rl.types import Request
 
-__all__ = ["FollowedSchedule"]
+__all__ = ["FollowedSchedule", "companion_number"]
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,8 @@ class FollowedSchedule:
         self._due_loads = Counter(entry.version for entry in self._entries if entry.version is not None)
         self._first_load = min(self._due_loads, default=None)
         self._has_loaded = self._has_ended = False
+        self._numbers = {companion.number: companion_number(companion) for companion in self._company}
+        """The number of a request in the record -> its number here."""
         self._requests: dict[str, deque[tuple[str, Request, Future]]] = defaultdict(deque)
         """By key, the requests that have come and are not admitted yet."""
         self._loads: dict[int, deque[_Received]] = defaultdict(deque)
@@ -105,12 +107,16 @@ class FollowedSchedule:
         if self.awaited():
             return None
         self._entries.popleft()
+        if entry.cancelled:
+            numbers = [self._numbers[number] for number in entry.cancelled if number in self._numbers]
+            return Command("cancel", numbers, holds_step=True), []
         if entry.version is not None:
             self._has_loaded = True
             command, futures = self._loads[entry.version].popleft()
             argument = command.argument if entry.slot is None else (entry.version, entry.slot)
             return Command(command.kind, argument, holds_step=True), futures
         admitted = [self._requests[key].popleft() for _, key in entry.requests]
+        self._numbers |= {number: request.number for (number, _), (_, request, _) in zip(entry.requests, admitted)}
         for (_, request, _), version in zip(admitted, entry.adapters):
             request.adapter = version  # the one that was served when it came: here it may have come earlier or later
         return _admission(admitted)
@@ -144,6 +150,11 @@ class FollowedSchedule:
     def _early_requests(self) -> list[tuple[str, Request, Future]]:
         """The requests that have come and are not admitted yet."""
         return [request for waiting in self._requests.values() for request in waiting] + self._unrecorded
+
+
+def companion_number(companion: Companion) -> int:
+    """`Request.number` of a companion: negative, so that no request has it."""
+    return -1 - companion.number
 
 
 def _loaded_version(command: Command) -> int | None:

@@ -13,11 +13,13 @@ adapters side by side (`generator.max_adapters`) a load names the slot, and an a
     {"iteration": 0, "unfinished": 0, "requests": [[1, "a81f09c24e7b5d60"], ...], "adapters": [3, ...], "at": ...}
     {"iteration": 9, "unfinished": 2, "version": 4, "weights": "...", "under_way": [[1, 17], [2, 21]], "temperature": 1}
     {"ended": [1, 22, 0]}
+    {"iteration": 12, "unfinished": 1, "cancelled": [2], "at": ...}
 
 `iteration` counts the engine's steps before the command, `unfinished` its requests. A request has its number in the
 order of the sampling client's requests, which a second replica's record repeats where the first was lost, and its
 `request_key`. A load says which requests were under way, `UnderWay`, and a line of its own says that one of these has
-ended, so that a replay can begin at any load: `company`. `weights` are 8 hexadecimal digits a tensor, in the order of
+ended, so that a replay can begin at any load: `company`. A request is cancelled when nobody waits for its answer any
+more. `weights` are 8 hexadecimal digits a tensor, in the order of
 `tensors`, their names, which the first load has. The engine's own thread appends each command before it takes the next
 step, so a killed process leaves no step without its commands.
 """
@@ -71,7 +73,7 @@ _ENGINE_FILE = re.compile(r"(?P<role>generator-\d+)-(?P<number>\d+)\.jsonl")
 
 @dataclass(kw_only=True, slots=True)
 class ScheduleEntry:
-    """A command that an engine executed: it admitted requests, or loaded a version."""
+    """A command that an engine executed: it admitted requests, loaded a version, or cancelled requests."""
 
     iteration: int
     """The steps that the engine had taken before."""
@@ -80,9 +82,9 @@ class ScheduleEntry:
     at: int = 0
     """Milliseconds since 1970. A replay uses only the order between engines (`dispatch.recorded_routes`)."""
     requests: list[tuple[int, str]] = field(default_factory=list)
-    """(number, key) of each request, in the order of admission; empty for a load."""
+    """(number, key) of each request, in the order of admission; empty for another command."""
     version: int | None = None
-    """The version that was loaded; None for an admission."""
+    """The version that was loaded; None for another command."""
     weights: str = ""
     """`digests` of the loaded tensors."""
     tensors: list[str] = field(default_factory=list)
@@ -91,6 +93,8 @@ class ScheduleEntry:
     """The slot into which adapters were loaded; None: the version is whole weights."""
     adapters: list[int] = field(default_factory=list)
     """`Request.adapter` of each request; empty: the engine has no slots."""
+    cancelled: list[int] = field(default_factory=list)
+    """The numbers of requests whose callers had gone, and which were in the engine."""
     under_way: list[list[int]] | None = None
     """Of a load: the requests in the engine, as `UnderWay.row`; None: they were not recorded."""
     temperature: float | None | list[float | None] = None
@@ -126,6 +130,8 @@ class Companion:
     """A request of a record that takes its part in the steps of a replay's engine and is not answered there: as many
     tokens at every step as the recorded one had. What the tokens are changes nothing in the rows of others."""
 
+    number: int
+    """The recorded request's; 0: it has ended."""
     num_tokens: int
     """Tokens of prompt and completion at the load; 0: its row becomes free at the next step."""
     num_computed: int
@@ -134,7 +140,7 @@ class Companion:
     waits: bool
     """Whether it is in the queue at the load, and has no row yet."""
     num_left: int | None
-    """The tokens that it samples after the load; None: it has not ended in the record."""
+    """The tokens that it samples after the load; None: it does not end in the record, or is cancelled."""
     temperature: float
 
 
@@ -198,6 +204,9 @@ class ScheduleFile:
             alike = len(set(temperatures)) == 1
             load["temperature"] = temperatures[0] if alike else [request.temperature for request in under_way]
         self._write({"iteration": iteration, "unfinished": unfinished} | load)
+
+    def cancelled(self, iteration: int, unfinished: int, numbers: Sequence[int]) -> None:
+        self._write({"iteration": iteration, "unfinished": unfinished, "cancelled": list(numbers)})
 
     def ended(self, number: int, num_tokens: int, num_cached: int) -> None:
         """Notes the end of a request that was under way at a load, see `ScheduleEntry.ended`: at once, for the record
@@ -275,7 +284,7 @@ def since(entries: Iterable[ScheduleEntry], num_requests: int) -> list[ScheduleE
             kept.append(
                 replace(entry, requests=requests, adapters=[adapters[place] for place in later] if adapters else [])
             )
-        elif entry.version is not None and kept:
+        elif (entry.version is not None or entry.cancelled) and kept:
             kept.append(entry)
         elif entry.version is not None:
             load = entry
@@ -314,6 +323,7 @@ def company(entries: Sequence[ScheduleEntry]) -> list[Companion]:
             raise ValueError(f"request {number} {problem}")
         companions.append(
             Companion(
+                number=number,
                 num_tokens=num_tokens,
                 num_computed=cached if waits else num_computed,
                 waits=waits,

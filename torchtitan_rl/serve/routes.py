@@ -281,11 +281,14 @@ class _Routes:
         self, request: Request, session: Session, query: Any, prompts: Callable[[], list[Prompt]]
     ) -> list[Answer]:
         """Completions, which become turns of the session unless the client has gone."""
+        client_gone = asyncio.ensure_future(_gone(request))
         try:
-            answers = await session.complete(prompts(), query)
+            answers = await session.complete(prompts(), query, client_gone)
         except Refused:
-            session.counts["refused"] += 1
+            session.counts["refused"] += not client_gone.done()
             raise
+        finally:
+            client_gone.cancel()
         if _has_gone(request):
             session.counts["undelivered"] += len(answers)
         else:
@@ -320,6 +323,12 @@ def _check_size(query: Sampled, limits: ServerLimits) -> None:
                 f"{limits.max_parallel} may be; send fewer",
                 "prompt",
             )
+
+
+async def _gone(request: Request) -> None:
+    """Returns when the client of a request whose body was read has closed the connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def _has_gone(request: Request) -> bool:

@@ -360,6 +360,38 @@ async def test_a_caller_that_gives_up_takes_nobody_with_it():
     assert meshes[1].sampled == [[1]]
 
 
+@pytest.mark.parametrize("follows, cancelled", [(False, [[2, 3]]), (True, [])])
+async def test_a_replica_hears_of_requests_whose_callers_have_gone_but_in_a_replay(follows, cancelled):
+    (mesh,), versions, client = client_of(1, follows=follows)
+    await client.pull(await versions.publish())
+    mesh.slow = [[1], [2], [3]]
+    stays, *gone = [asyncio.ensure_future(client.sample([i], SamplingParams(max_tokens=4))) for i in (1, 2, 3)]
+    await settle()
+    for request in gone:
+        request.cancel()
+    await settle()
+    assert mesh.cancelled == cancelled  # numbers of requests, which are 1, 2 and 3
+    mesh.released.set()
+    assert (await asyncio.wait_for(stays, 5)).tokens == [1] and client.in_flight() == [0] and not client._sent
+    answered = asyncio.ensure_future(client.sample([4], SamplingParams(max_tokens=4)))
+    await asyncio.wait([answered], timeout=5)
+    answered.cancel()
+    await settle()
+    assert mesh.cancelled == cancelled
+
+
+async def test_a_request_that_the_record_has_cancelled_waits_for_its_caller_to_go_and_not_forever():
+    (mesh,), versions, client = client_of(1, follows=True)
+    await client.pull(await versions.publish())
+    client._timeout_s = 0.1
+    goes, stays = [asyncio.ensure_future(client.sample([14], SamplingParams(max_tokens=4))) for _ in range(2)]
+    await settle()
+    assert mesh.sampled == [[14], [14]] and not goes.done()
+    goes.cancel()
+    with pytest.raises(RuntimeError, match="in the record this request's caller had gone; the replay has parted"):
+        await asyncio.wait_for(stays, 5)
+
+
 @pytest.mark.parametrize("follows, sent", [(False, []), (True, [[7]])])
 async def test_a_request_whose_caller_has_gone_before_it_was_sent_is_sent_in_a_replay_alone(follows, sent):
     (mesh,), versions, client = client_of(1, follows=follows)

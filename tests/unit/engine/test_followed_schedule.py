@@ -25,6 +25,10 @@ def add(*seeds):
     return Command("add", [(str(seed), request(seed)) for seed in seeds]), [Future() for _ in seeds]
 
 
+def companion(number):
+    return Companion(number=number, num_tokens=9, num_computed=8, waits=False, num_left=3, temperature=1.0)
+
+
 def admitted(received):
     command, futures = received
     assert command.kind == "add" and command.holds_step and len(futures) == len(command.argument)
@@ -130,7 +134,7 @@ def test_what_comes_while_a_record_that_is_followed_no_further_still_holds_loads
 
 
 def test_a_company_joins_after_the_first_load_and_before_all_else():
-    company = [Companion(num_tokens=9, num_computed=8, waits=False, num_left=3, temperature=1.0)] * 2
+    company = [companion(0), companion(0)]
     followed, load = FollowedSchedule([entry(0, 2, version=4), entry(0, 2, 1), entry(3, 1, 2)], company), Future()
     followed.receive(*add(2, 1))
     assert followed.next(0, 0, has_work=False) is None
@@ -140,6 +144,22 @@ def test_a_company_joins_after_the_first_load_and_before_all_else():
     assert admitted(followed.next(0, 2, has_work=True)) == [1]
     assert followed.next(0, 3, has_work=True) == STEP
     assert admitted(followed.next(3, 1, has_work=True)) == [2]
+
+
+def test_what_was_cancelled_is_cancelled_at_the_same_step_by_its_number_here():
+    cancelled = ScheduleEntry(iteration=2, unfinished=3, cancelled=[11, 1, 99])
+    followed = FollowedSchedule([entry(0, 1, version=4), entry(0, 1, 1, 2), cancelled], [companion(11)])
+    followed.receive(Command("load", 4), [Future()])
+    requests, futures = add(2, 1)
+    for number, (_, request) in enumerate(requests.argument, 50):
+        request.number = number
+    followed.receive(requests, futures)
+    assert followed.next(0, 0, has_work=False)[0].kind == "load"
+    assert followed.next(0, 0, has_work=False)[0].kind == "company"
+    assert admitted(followed.next(0, 1, has_work=True)) == [1, 2]
+    assert followed.next(0, 3, has_work=True) == followed.next(1, 3, has_work=True) == STEP
+    assert followed.next(2, 3, has_work=True) == (Command("cancel", [-12, 51], holds_step=True), [])
+    assert followed.next(2, 1, has_work=True) == STEP
 
 
 def test_every_future_that_waits_is_known(followed):

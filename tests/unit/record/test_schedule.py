@@ -42,6 +42,18 @@ def test_commands_are_read_back_and_a_line_that_a_kill_cut_off_is_left_out(tmp_p
     assert second.version is None and 0 < first.at <= third.at
 
 
+def test_requests_that_were_cancelled_are_read_back_and_kept_after_a_checkpoint(tmp_path):
+    file = ScheduleFile(str(tmp_path), "generator-0")
+    file.loaded(0, 0, 1, "00000001", ["norm"])
+    file.admitted(0, 0, [request(7, 1), request(8, 2)])
+    file.cancelled(3, 2, [2])
+    file.close()
+    entries = list(read_schedule(file.path))
+    assert [(entry.iteration, entry.unfinished, entry.cancelled) for entry in entries][2:] == [(3, 2, [2])]
+    assert entries[2].version is None and not entries[2].requests
+    assert [entry.cancelled for entry in since(entries, 1)] == [[], [], [2]]
+
+
 def test_slots_of_adapters_and_the_version_of_each_request_are_read_back(tmp_path):
     file = ScheduleFile(str(tmp_path), "generator-0")
     requests = [request(7, number=1), request(8, number=2), request(9, number=3)]
@@ -149,9 +161,9 @@ def entries_of(tmp_path, *requests):
     return since_load(list(read_schedule(file.path)), 4)
 
 
-def companion(num_tokens, num_computed, num_left, *, waits=False, temperature=1.0):
+def companion(number, num_tokens, num_computed, num_left, *, waits=False):
     return Companion(
-        num_tokens=num_tokens, num_computed=num_computed, waits=waits, num_left=num_left, temperature=temperature
+        number=number, num_tokens=num_tokens, num_computed=num_computed, waits=waits, num_left=num_left, temperature=1.0
     )
 
 
@@ -159,8 +171,8 @@ def test_the_requests_under_way_at_a_load_are_read_back_as_a_company(tmp_path):
     entries = entries_of(tmp_path, under_way(2, 25, 24), FREE, under_way(3, 9, 8), under_way(4, 20, 0))
     assert [(entry.iteration, entry.version) for entry in entries] == [(0, 4), (4, None), (6, 5)]
     assert entries[0].temperature == 1.0 and entries[0].under_way == [[2, 25], [0, 0], [3, 9], [4, 20, 0]]
-    free, long = companion(0, -1, None), companion(9, 8, None)
-    assert company(entries) == [companion(25, 24, 5), free, long, companion(20, 16, 1, waits=True)]
+    free, long = companion(0, 0, -1, None), companion(3, 9, 8, None)
+    assert company(entries) == [companion(2, 25, 24, 5), free, long, companion(4, 20, 16, 1, waits=True)]
     assert company(entries[1:]) == company([]) == []
 
 

@@ -225,8 +225,11 @@ class Session:
 
     # Completions.
 
-    async def complete(self, prompts: list[Prompt], request: Sampled) -> list[Answer]:
-        """`n` completions of each prompt, prompt by prompt. They count as turns once `keep` is told. Raises Refused."""
+    async def complete(
+        self, prompts: list[Prompt], request: Sampled, client_gone: asyncio.Future[None]
+    ) -> list[Answer]:
+        """`n` completions of each prompt, prompt by prompt. They count as turns once `keep` is told. Raises Refused;
+        with the status 499 once `client_gone` is done: the generators are told that nobody waits for them."""
         n = (request.n or 1) * len(prompts)
         self._admit(n)
         requests: list[tuple[Prompt, SamplingParams]] = []
@@ -253,9 +256,16 @@ class Session:
             asyncio.ensure_future(self._complete(prompt, params, first + i, request.stops))
             for i, (prompt, params) in enumerate(requests)
         ]
+        completions = asyncio.gather(*calls)
+        client_gone.add_done_callback(lambda _: completions.cancel())
         try:
             with self._spans.away():
-                return await asyncio.gather(*calls)
+                return await completions
+        except asyncio.CancelledError:
+            if not client_gone.done():
+                raise
+            self.counts["undelivered"] += n
+            raise Refused(499, "client: has closed the connection") from None
         except RuntimeError as error:
             self.failure = SamplingFailed(str(error))
             raise Refused(

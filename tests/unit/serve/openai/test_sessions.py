@@ -223,7 +223,7 @@ async def test_a_session_ends_at_its_limit_of_turns():
 
 async def test_a_completion_that_no_client_got_uses_up_no_turn():
     """The generators fail once, and once the client gives up before they have ended."""
-    async with session("late", "ok", limits=SessionLimits(max_turns=1)) as (opened, sdk, sampler):
+    async with session("ok", limits=SessionLimits(max_turns=1)) as (opened, sdk, sampler):
         create = partial(sdk.chat.completions.create, model="policy", messages=[user("a")])
 
         class FailsThenIsSlow:
@@ -234,19 +234,21 @@ async def test_a_completion_that_no_client_got_uses_up_no_turn():
                 if self.num_asked == 1:
                     raise RuntimeError("a replica was restarted")
                 if self.num_asked == 2:
-                    await asyncio.sleep(1)
-                    self.ended.set()
+                    try:
+                        await asyncio.sleep(60)
+                    finally:
+                        self.given_up.set()
                 return await sampler.sample(tokens, params, policy_version=policy_version)
 
         opened.policy.generator = slow = FailsThenIsSlow()
-        slow.ended = asyncio.Event()
+        slow.given_up = asyncio.Event()
         with pytest.raises(InternalServerError):
             await create()
         with pytest.raises(APITimeoutError):
             await create(timeout=0.3)
-        await slow.ended.wait()
-        while not opened.counts["undelivered"]:
-            await asyncio.sleep(0.01)
+        await asyncio.wait_for(slow.given_up.wait(), 5)
+        await asyncio.sleep(0)
+        assert opened.counts["undelivered"] == 1 and opened.counts["refused"] == 1
         assert (await create()).choices[0].message.content == "ok"
         with pytest.raises(BadRequestError, match="limit of 1 completions"):
             await create()
