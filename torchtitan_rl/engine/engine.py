@@ -308,6 +308,7 @@ class Engine:
             vllm_internals.chosen_model_runner("v1" if self._config.max_adapters else self._config.model_runner),
         ):
             engine = LLMEngine.from_engine_args(args)
+        vllm_internals.unlink_broadcast_memory()
         self.model = vllm_internals.model(engine)
         self.model_runner = vllm_internals.model_runner(engine)
         if self.model_runner == "v1":

@@ -15,6 +15,7 @@ CPU) and V2 (`vllm/v1/worker/gpu/model_runner.py`). vLLM takes V2 where Triton r
 | `runner.input_batch.req_ids` | the rows of the batch | the order of `scheduler.running` |
 | `engine_core.shutdown()`, `envs.disable_envs_cache()` | above the runner | as V1 |
 | `get_tp_group().broadcast_object`, `.cpu_group` | above the runner | as V1 |
+| `parallel_state._groups`, `mq_broadcaster.buffer`: `is_creator`, `shared_memory` | above the runner | as V1 |
 | `_CPUSHMDistributed.make_group_name` | replaced in `adapters.py`, CPU ranks | not used on a GPU |
 | `runner.sampler.topk_topp_sampler.forward` | replaced in `noise.py` | draws by seed and position itself |
 | `runner.kv_cache_config`, `runner.requests[...].block_ids` | a request's places in the cache | other names |
@@ -69,6 +70,7 @@ __all__ = [
     "blocks",
     "from_leader",
     "from_all",
+    "unlink_broadcast_memory",
     "shut_down",
 ]
 
@@ -211,6 +213,18 @@ def from_all(answer: Any) -> list[Any]:
     answers: list[Any] = [None] * group.world_size
     torch.distributed.all_gather_object(answers, answer, group=group.cpu_group)
     return answers
+
+
+def unlink_broadcast_memory() -> None:
+    """Takes the names of the shared memory away by which rank 0 broadcasts; call it once an engine is built, when all
+    ranks have opened that memory. A process that is killed would leave the names in /dev/shm."""
+    from vllm.distributed import parallel_state
+
+    for group in [reference() for reference in parallel_state._groups.values()]:
+        broadcaster = None if group is None else group.mq_broadcaster
+        if broadcaster is not None and broadcaster.buffer is not None and broadcaster.buffer.is_creator:
+            broadcaster.buffer.shared_memory.unlink()
+            broadcaster.buffer.is_creator = False  # it would unlink once more
 
 
 def shut_down(engine: LLMEngine) -> None:
