@@ -55,10 +55,7 @@ def test_both_runners_give_the_model_and_reload_it_by_the_same_names(which):
         ("vllm.distributed.parallel_state", "_groups[group.unique_name] = weakref.ref(group)"),
         ("vllm.distributed.parallel_state", "self.mq_broadcaster = MessageQueue.create_from_process_group("),
         ("vllm.distributed.device_communicators.shm_broadcast", "self.buffer = ShmRingBuffer("),
-        (
-            "vllm.distributed.device_communicators.shm_broadcast",
-            "if self.is_creator:\n                self",
-        ),
+        ("vllm.distributed.device_communicators.shm_broadcast", "if self.is_creator:\n                self"),
         ("vllm.v1.worker.worker_base", "self.worker: WorkerBase"),
         ("vllm.v1.worker.gpu_worker", "self.model_runner: GPUModelRunner = self._make_model_runner()"),
         ("vllm.v1.worker.cpu_worker", "self.model_runner = CPUModelRunner("),
