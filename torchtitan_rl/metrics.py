@@ -16,10 +16,12 @@ __all__ = [
     "REINFORCEMENT",
     "EVALUATION",
     "FEATURES",
+    "REPEATED_RULE",
     "A_NAME",
     "entry",
     "is_metric",
     "is_name",
+    "is_repeated",
     "repeatable",
     "unit",
 ]
@@ -183,16 +185,24 @@ _UNITS = {
 """Pattern of names -> unit, the first that fits; docs/metrics.md has the unit of every metric."""
 
 
-_REPEATABLE = (
-    *("reward/", "loss/", "optim/", "policy/", "mismatch/", "completion/", "advantage/", "filter/", "failure/"),
-    *("rewards/", "eval/", "stop/"),
+_NOT_REPEATED = (
+    "(time|perf|generator)/.*|.*_s|trainer/idle_frac|batches/ready|completion/long_played_frac|checkpoint/failed"
 )
-"""What the names of numbers begin with that a run repeats to the last digit. Times, rates and memory do not repeat."""
+"""Pattern of the names of metrics that time or the machine decides: the same run may have other values."""
+
+REPEATED_RULE = 2
+"""Which metrics `is_repeated` is true of, as a number that changes with them: digests of two rules do not compare."""
 
 
 def is_metric(name: str) -> bool:
     """Whether a metric may have this name, such as `reward/mean`."""
     return re.fullmatch("[a-z][a-z0-9_]*/[A-Za-z0-9_.@-]+", name) is not None
+
+
+def is_repeated(name: str) -> bool:
+    """Whether a run repeats this metric to the last digit, as it does every metric that neither time nor the machine
+    decides; a loss's own metric too, unless its name ends as that of seconds or of a rate does."""
+    return re.fullmatch(_NOT_REPEATED, name) is None
 
 
 def is_name(text: str) -> bool:
@@ -227,4 +237,4 @@ def entry(name: str) -> str | None:
 
 def repeatable(line: dict[str, Any]) -> dict[str, str]:
     """The numbers of a line of metrics that a run repeats, as text with every digit."""
-    return {name: repr(value) for name, value in line.items() if name.startswith(_REPEATABLE)}
+    return {name: repr(value) for name, value in line.items() if is_metric(name) and is_repeated(name)}

@@ -64,6 +64,26 @@ def test_the_axis_of_a_curve_has_the_unit_of_the_page():
             assert text in _ON_AN_AXIS.get(unit, ()) or text not in every_text, name
 
 
+def test_a_run_repeats_every_metric_but_those_that_time_or_the_machine_decides():
+    every = {*NAMES, *metrics.PREFERENCE}
+    not_repeated = {name for name in every if not metrics.is_repeated(name)}
+    assert {name for name in not_repeated if not re.fullmatch("time/.*_s|.*_per_s", name)} == {
+        "perf/tokens_per_second_per_device",
+        "perf/mfu",
+        "generator/healthy_replicas",
+        "generator/idle_frac",
+        "generator/in_flight_mean",
+        "generator/stall_s",
+        "trainer/idle_frac",
+        "batches/ready",
+        "completion/long_played_frac",
+        "checkpoint/failed",
+    }
+    units = {cell.strip("`"): unit for cell, unit, *_ in definitions()}
+    assert {name for name in every if units[name] in ("s", "tokens/s")} <= not_repeated
+    assert metrics.repeatable({"step": 1, "phase": "x", "mine/gap": 0.5, "time/step_s": 2.0}) == {"mine/gap": "0.5"}
+
+
 def test_every_name_in_a_recorded_run_is_defined():
     lines = [json.loads(line) for file in RECORDED.glob("*/metrics.jsonl") for line in file.read_text().splitlines()]
     names = {name for line in lines for name in line} - {"step", "phase"}

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
+from torchtitan_rl.metrics import is_repeated
 from torchtitan_rl.record.attempts import read_rollouts, read_versions
 from torchtitan_rl.record.json_lines import encode
 from torchtitan_rl.record.run_dir import RunDir
@@ -16,9 +17,6 @@ from torchtitan_rl.record.schedule import ScheduleEntry, engine_files, read_sche
 
 __all__ = ["ReplayDifference", "compared", "first_difference"]
 
-_OF_TIME = ("time/", "perf/", "generator/", "trainer/", "batches/", "memory/")
-"""Metrics that time decides."""
-_TIME_ENDS = ("_per_s", "_s", "mfu", "completion/long_played_frac")
 _PER_TOKEN = ("tokens", "policy_versions", "logprobs")
 _OF_ROLLOUT = ("rollout_id", "task_id", "finish_reason", "reward", "reward_parts")
 _OF_GROUP = ("masked", "left_out", "advantage")
@@ -42,8 +40,8 @@ class ReplayDifference:
 
 def first_difference(run: RunDir, attempt: int, replay: RunDir, *, first: int, last: int) -> ReplayDifference | None:
     """The first difference between an attempt at a run and its replay, which trained the steps after `first` up to
-    `last`; None: there is none. Compared are every token, log-probability, version, reward and advantage, the columns
-    of metrics that time does not decide, and the bytes of every published tensor."""
+    `last`; None: there is none. Compared are every token, log-probability, version, reward and advantage, the
+    metrics that a run repeats, and the bytes of every published tensor."""
     rollouts = _by_step(_rollouts(run, first, last)), _by_step(_rollouts(replay, first, last))
     metrics = _by_step(_metrics(run, first, last)), _by_step(_metrics(replay, first, last))
     weights = _weights(run, attempt), _weights(replay, 1)
@@ -143,11 +141,7 @@ def _of_metrics(step: int, recorded: list[dict], replayed: list[dict]) -> Iterat
     for name, line in before.items():
         other = now.get(name, {})
         for column, value in line.items():
-            if (
-                not column.startswith(_OF_TIME)
-                and not column.endswith(_TIME_ENDS)
-                and _differ(value, other.get(column))
-            ):
+            if is_repeated(column) and _differ(value, other.get(column)):
                 yield ReplayDifference(step=step, place=f"{name}, {column}", recorded=value, replayed=other.get(column))
 
 

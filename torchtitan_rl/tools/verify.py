@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from torchtitan_rl.health.run_reader import Run
+from torchtitan_rl.metrics import REPEATED_RULE
 from torchtitan_rl.record.attempts import read_ledger
 from torchtitan_rl.tools.first_difference import first_difference
 from torchtitan_rl.tools.selection import opened
@@ -14,6 +15,10 @@ from torchtitan_rl.train.run_record import RunRecord, compared_config, digests_o
 from torchtitan_rl.weights import checkpoint
 
 __all__ = ["add_arguments", "differences_of", "environments", "problems_of", "run"]
+
+_ANOTHER_RULE = (
+    "another version recorded the digest of other metrics, which is not compared; checksums.jsonl has the file's"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,10 +30,12 @@ def run(args: argparse.Namespace) -> int:
     """Prints what is wrong with the files of each run, and where the runs differ first. Returns 1 where anything is."""
     runs = [opened(path) for path in (args.run, args.other) if path]
     problems = [f"{run.path}: {problem}" for run in runs for problem in problems_of(run)]
+    notes = [f"{run.path}: {_ANOTHER_RULE}" for run in runs if not _metrics_compare(_record(run))]
     if len(runs) == 2:
         problems += differences_of(*runs)
-        for note in environments(*runs):
-            print(f"note: {note}")
+        notes += environments(*runs)
+    for note in notes:
+        print(f"note: {note}")
     for problem in problems:
         print(problem)
     if not problems:
@@ -53,8 +60,13 @@ def problems_of(run: Run) -> list[str]:
     return missing + [
         f"{part}: has the digest {digests[part]}, {digest} is recorded"
         for part, digest in record.digests.items()
-        if part in digests and digests[part] != digest
+        if part in digests and digests[part] != digest and (part != "metrics" or _metrics_compare(record))
     ]
+
+
+def _metrics_compare(record: RunRecord) -> bool:
+    """Whether a digest of metrics that is taken now compares with the record's."""
+    return not record.digests or record.metrics_rule == REPEATED_RULE
 
 
 def _record(run: Run) -> RunRecord:

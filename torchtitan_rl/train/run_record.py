@@ -20,14 +20,14 @@ import xxhash
 from torchtitan_rl import platform
 from torchtitan_rl.config.config_difference import leaves
 from torchtitan_rl.launch.agreement import facts
-from torchtitan_rl.metrics import repeatable
+from torchtitan_rl.metrics import REPEATED_RULE, repeatable
 from torchtitan_rl.record.attempts import read_ledger
 from torchtitan_rl.record.json_lines import encode, parsed, replace_text
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.train.retention import complete
 from torchtitan_rl.weights import checkpoint
 
-__all__ = ["RunRecord", "begin_record", "compared_config", "digests_of", "finish_record", "read_record", "repeatable"]
+__all__ = ["RunRecord", "begin_record", "compared_config", "digests_of", "finish_record", "read_record"]
 
 _NAME = "record.json"
 _LABELS = ("name", "output_dir", "record.")
@@ -44,6 +44,8 @@ class RunRecord:
     digests: dict[str, str] = field(default_factory=dict)
     """Name of a part -> digest: `config`, `draws`, `metrics`, and `checkpoints/NAME` of each checkpoint; empty while
     the run goes on or where it was cut off."""
+    metrics_rule: int = 1
+    """The `metrics.REPEATED_RULE` of the digest `metrics`; versions that recorded none had the first."""
 
 
 def begin_record(run_dir: RunDir) -> None:
@@ -60,7 +62,7 @@ def begin_record(run_dir: RunDir) -> None:
 def finish_record(run_dir: RunDir) -> None:
     """Adds the digests of a run that has come to its end."""
     record = read_record(run_dir.path) or RunRecord()
-    record.digests = digests_of(run_dir)
+    record.digests, record.metrics_rule = digests_of(run_dir), REPEATED_RULE
     _write(run_dir, record)
 
 

@@ -1,6 +1,7 @@
 """What a run records of itself, and the check that two runs are the same."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 
@@ -61,9 +62,7 @@ def test_the_first_difference_of_each_kind_is_named(tmp_path, capsys):
     finish_record(second)
     record = read_record(second.path)
     record.environments[0]["versions"]["torch"] = "1.0"
-    (second.path / "record.json").write_text(
-        json.dumps({"environments": record.environments, "digests": record.digests})
-    )
+    (second.path / "record.json").write_text(json.dumps(asdict(record)))
     assert main.main(["verify", str(first.path), str(second.path)]) == 1
     out = capsys.readouterr().out.splitlines()
     assert out[0].startswith("note: torch is ") and out[0].endswith(" and 1.0")
@@ -73,6 +72,38 @@ def test_the_first_difference_of_each_kind_is_named(tmp_path, capsys):
         "first batch that differs: step 1: policy/entropy 2 and 2.5",
         "checkpoints/step-3: other weights or optimizer states",
     ]
+
+
+def test_every_metric_that_no_clock_decides_makes_another_run(tmp_path, capsys):
+    def pair(name, values):
+        runs = [recorded(tmp_path / f"{name.replace('/', '-')}-{i}") for i in range(2)]
+        for run_dir, value in zip(runs, values):
+            text = run_dir.metrics_file.read_text()
+            run_dir.metrics_file.write_text(text.replace('"policy/entropy"', f'"{name}":{value},"policy/entropy"', 1))
+            run_dir.checksums.replace(run_dir.metrics_file)
+            finish_record(run_dir)
+        return [str(run_dir.path) for run_dir in runs]
+
+    for name in ("critic/loss", "tokens/trained", "distill/kl", "my_loss/gap"):
+        assert main.main(["verify", *pair(name, (1, 2))]) == 1
+        assert capsys.readouterr().out == f"first batch that differs: step 1: {name} 1 and 2\n"
+    assert main.main(["verify", *pair("completion/long_played_frac", (1, 2))]) == 0
+
+
+def test_a_digest_of_the_metrics_of_an_older_rule_is_a_note(tmp_path, capsys):
+    run_dir = recorded(tmp_path / "run")
+    file = run_dir.path / "record.json"
+    record = json.loads(file.read_text())
+    record["digests"]["metrics"] = "of other metrics"
+    del record["metrics_rule"]
+    file.write_text(json.dumps(record))
+    assert main.main(["verify", str(run_dir.path)]) == 0
+    note, verdict = capsys.readouterr().out.splitlines()
+    assert note.startswith(f"note: {run_dir.path}: another version recorded the digest of other metrics")
+    assert verdict == "the files are as they were written"
+    file.write_text(json.dumps(record | {"metrics_rule": 2}))
+    assert main.main(["verify", str(run_dir.path)]) == 1
+    assert "metrics: has the digest" in capsys.readouterr().out
 
 
 def test_a_field_that_an_older_version_lacked_is_none_and_another_value_is_a_difference(tmp_path, capsys):
