@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from typing import Any
 
 from torchtitan_rl.record.tracing import running, span
@@ -14,11 +16,27 @@ from torchtitan_rl.tasks.env import Env, Observation, Step
 from torchtitan_rl.tasks.outcomes import is_cancellation
 from torchtitan_rl.types import A_REWARD, Task, is_reward
 
-__all__ = ["Episode", "EnvironmentFailed"]
+__all__ = ["Episode", "EnvironmentFailed", "environment_of"]
+
+
+logger = logging.getLogger(__name__)
 
 
 class EnvironmentFailed(RuntimeError):
     """An environment raised, was late, or gave something else than it may."""
+
+
+def environment_of(environment: Callable[[Task], Any], task: Task) -> Any:
+    """What a family's `environment(task)` returns. Raises EnvironmentFailed for whatever it raises.
+
+    It runs on the event loop, without a deadline: in a thread of each rollout the first requests of siblings would
+    leave in any order, and tasks of one turn would not repeat their bytes.
+    """
+    try:
+        with span("run an environment"):
+            return environment(task)
+    except (Exception, SystemExit) as error:
+        raise EnvironmentFailed(f"environment(task) raised {_one_line(error)} for task {task.id!r}; mend it") from error
 
 
 class Episode:
@@ -75,6 +93,20 @@ class Episode:
         self._steppable = not step.done
         return step
 
+    @asynccontextmanager
+    async def closing(self) -> AsyncIterator[None]:
+        """Closes the environment after the block. Where the block fails a failure of `close` is only logged, because it
+        may follow from the block's and would hide it."""
+        try:
+            yield
+        except BaseException:
+            try:
+                await self.close()
+            except EnvironmentFailed as error:
+                logger.warning("%s; the rollout had failed before", error)
+            raise
+        await self.close()
+
     async def close(self) -> None:
         """Has the environment release what it holds, with the deadline of a step. Where a call that was late is still
         under way in its thread, this is done there afterwards and not awaited."""
@@ -116,9 +148,8 @@ class Episode:
                     f"{self.name}: {method} gave no answer for task {self.task.id!r} within "
                     f"{self.timeout_s:g} s; speed it up or raise controller.reward_timeout_s"
                 ) from None
-            message = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":")
             raise EnvironmentFailed(
-                f"{self.name}: {method} raised {message} for task {self.task.id!r}; mend it"
+                f"{self.name}: {method} raised {_one_line(error)} for task {self.task.id!r}; mend it"
             ) from error
 
     def _checked(self, observation: Any, method: str) -> Observation:
@@ -133,6 +164,10 @@ class Episode:
             f"{self.name}: {method} gave {type(observation).__name__} {repr(observation)[:80]} for task "
             f"{self.task.id!r}; give text, a list of messages or a list of tokens"
         )
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":")
 
 
 async def _awaited(result: Awaitable[None]) -> None:

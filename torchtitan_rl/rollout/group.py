@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchtitan_rl.metrics import A_NAME, is_name
 from torchtitan_rl.record.tracing import running, span
+from torchtitan_rl.rollout.episode import environment_of
 from torchtitan_rl.rollout.multi_turn import Limits, multi_turn
 from torchtitan_rl.rollout.policy import Policy, single_turn
 from torchtitan_rl.tasks.family import stream
@@ -43,7 +44,7 @@ def workflow_of(environment: Callable, limits: Limits) -> Callable:
     where that is None."""
 
     async def attempt(task: Task, policy: Policy, *, rollout_id: str, seed: int) -> Rollout:
-        env = environment(task)
+        env = environment_of(environment, task)
         if env is None:
             return await single_turn(task, policy, rollout_id=rollout_id, seed=seed)
         return await multi_turn(task, policy, rollout_id=rollout_id, seed=seed, env=env, limits=limits)

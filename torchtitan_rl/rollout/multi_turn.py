@@ -40,15 +40,14 @@ async def multi_turn(task: Task, policy: Policy, *, rollout_id: str, seed: int, 
     """
     rollout = Rollout(id=rollout_id, task=task, turns=[])
     episode = Episode(env, task, limits.step_timeout_s)
-    try:
-        async with asyncio.timeout(limits.timeout_s) as scope:
-            rollout.end_reason = await _play(rollout, episode, policy, seed, limits)
-    except TimeoutError:
-        if not scope.expired():  # not this deadline
-            raise
-        rollout.end_reason = "time"
-    finally:
-        await episode.close()
+    async with episode.closing():
+        try:
+            async with asyncio.timeout(limits.timeout_s) as scope:
+                rollout.end_reason = await _play(rollout, episode, policy, seed, limits)
+        except TimeoutError:
+            if not scope.expired():  # not this deadline
+                raise
+            rollout.end_reason = "time"
     if rollout.turns:
         first, last = rollout.turns[0], rollout.turns[-1]
         episode_tokens = [*last.prompt_tokens, *last.completion.tokens][len(first.prompt_tokens) :]

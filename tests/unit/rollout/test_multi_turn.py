@@ -286,6 +286,31 @@ async def test_a_close_that_raises_names_the_environment():
         await play(ClosedInThread(gone), policy("a<eos>"))
 
 
+async def test_a_close_that_fails_after_the_rollout_has_failed_hides_no_cause(caplog):
+    class HalfMade(Env):
+        def reset(self):
+            raise ValueError("the data set is not mounted")
+
+        def step(self, text):
+            raise AssertionError
+
+        def close(self):
+            self.browser.quit()
+
+    with pytest.raises(EnvironmentFailed, match="HalfMade: reset raised ValueError: the data set is not mounted for"):
+        await play(HalfMade(), policy("a<eos>"))
+    assert "HalfMade: close raised AttributeError" in caplog.text and "the rollout had failed before" in caplog.text
+
+
+async def test_an_environment_that_cannot_be_made_is_a_failure_of_the_environment():
+    def environment(task):
+        raise ConnectionError("no simulator on port 5000")
+
+    message = r"environment\(task\) raised ConnectionError: no simulator on port 5000 for task 'calculator/train/1'"
+    with pytest.raises(EnvironmentFailed, match=message):
+        await workflow_of(environment, LIMITS)(TASK, policy(), rollout_id="0/0/0", seed=7)
+
+
 async def test_a_reset_that_is_late_is_closed_after_it_has_ended():
     released, calls = threading.Event(), []
 
