@@ -50,6 +50,11 @@ def _check_hook(groups: object, rollouts: list[Rollout], hook: str) -> list[str]
     owner = {id(turn): rollout for rollout in rollouts for turn in rollout.turns}
     placed: dict[int, str] = {}
     for position, group in enumerate(groups):
+        for each in (group, *group.rollouts):
+            if not isinstance(each.id, str):
+                raise ValueError(
+                    f"{where}: a {type(each).__name__} has the id {each.id!r}, which is no text; give a str"
+                )
         if not group.rollouts:
             raise ValueError(f"{where}: group {position} ({group.id!r}) is empty; leave empty groups out")
         for rollout in group.rollouts:

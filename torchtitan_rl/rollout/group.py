@@ -136,6 +136,7 @@ async def _played(
         attempt = await running("play rollouts", attempt)
         for rollout in (rollouts := rollouts_of(attempt, task)):
             rollout.seconds["play"], rollout.group = time.perf_counter() - began, group_id
+            _check_types(rollout)
             _check_rewards(rollout)
             _check_text(rollout, policy)
             _as_floats(rollout)
@@ -191,13 +192,24 @@ async def _failed_to_judge(
     return {name: failure for failed in failures for name, failure in failed.items()}
 
 
+def _check_types(rollout: Rollout) -> None:
+    """Raises RuntimeError for a value that stands where records hold text, and is none."""
+    for name in ("id", "text", "end_reason"):
+        if not isinstance(value := getattr(rollout, name), str):
+            raise RuntimeError(
+                f"algorithm.workflow: gave task {rollout.task.id!r} a rollout with {name}={value!r}, which is no text; "
+                "give a str"
+            )
+
+
 def _check_rewards(rollout: Rollout) -> None:
     """Raises RuntimeError for a reward, a part of a reward or a turn's reward that a workflow gave and that is none,
     and for the name of a part, count or role that no metric can contain."""
-    turn_rewards = {f"reward of turn {i}": turn.reward for i, turn in enumerate(rollout.turns)}
+    rewards = {"reward": rollout.reward} | {f"reward of turn {i}": turn.reward for i, turn in enumerate(rollout.turns)}
+    given = {name: number for name, number in rewards.items() if number is not None}
     parts = {f"reward part {name!r}": number for name, number in rollout.reward_parts.items()}
-    for name, number in {"reward": rollout.reward, **turn_rewards, **parts}.items():
-        if number is not None and not is_reward(number):
+    for name, number in (given | parts).items():
+        if not is_reward(number):
             raise RuntimeError(
                 f"algorithm.workflow: gave {name} {number!r} for task {rollout.task.id!r}; give {A_REWARD}"
             )

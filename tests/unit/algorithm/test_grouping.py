@@ -184,6 +184,16 @@ def test_an_empty_group_is_refused():
     )
 
 
+@pytest.mark.parametrize("kind", ["RolloutGroup", "Rollout"])
+def test_an_id_that_no_record_holds_is_refused(kind):
+    def made_by(rollouts, config):
+        if kind == "RolloutGroup":
+            return [RolloutGroup(id=0, rollouts=rollouts)]
+        return [RolloutGroup(id="0", rollouts=[dataclasses.replace(rollouts[0], id=0)])]
+
+    assert refused(attempts(0, [0.0]), made_by) == f"{WHERE}a {kind} has the id 0, which is no text; give a str"
+
+
 def test_rollouts_it_was_not_given_are_refused():
     stranger = rollout("1/1/1", turn([1], [2]), reward=1.0)
     message = (

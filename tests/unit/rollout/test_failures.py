@@ -86,6 +86,24 @@ async def test_a_workflow_that_gives_a_huge_reward_has_failed(place, huge):
         await group(workflow, None)
 
 
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"end_reason": 7}, "gave task 't' a rollout with end_reason=7, which is no text"),
+        ({"text": b"x", "reward": 1.0}, "gave task 't' a rollout with text=b'x', which is no text"),
+        ({"id": 0}, "gave task 't' a rollout with id=0, which is no text"),
+        ({"reward_parts": {"exact": None}}, "gave reward part 'exact' None for task 't'; give a finite number"),
+    ],
+)
+async def test_a_workflow_that_gives_what_no_record_holds_has_failed(changes, message):
+    async def workflow(task, policy, *, rollout_id, seed):
+        rollout = await attempts()(task, policy, rollout_id=rollout_id, seed=seed)
+        return dataclasses.replace(rollout, **changes)
+
+    with pytest.raises(RuntimeError, match=f"algorithm.workflow: {message}"):
+        await group(workflow, None)
+
+
 @pytest.mark.parametrize("changes", [{"role": "the judge"}, {"reward_parts": {"in time": 1.0}}])
 async def test_a_workflow_that_gives_a_name_which_no_metric_can_contain_has_failed(changes):
     async def workflow(task, policy, *, rollout_id, seed):
