@@ -47,8 +47,8 @@ class BatchesAhead(LaggedBatches):
             self._playing.append((asyncio.ensure_future(self._player.play(draws, begins)), before))
         playing, _ = self._playing[0]
         await asyncio.sleep(0)  # the requests of later batches leave before training begins
-        batch = await playing
-        self._playing.popleft()  # only now: where the wait is cancelled, the slots of the batch are due again
+        batch = await asyncio.shield(playing)  # where the wait is cancelled, the next one gets the batch
+        self._playing.popleft()
         return batch
 
     def num_ready(self) -> int:

@@ -96,6 +96,18 @@ async def test_a_resumed_run_plays_what_was_in_flight_again(lag):
     ]
 
 
+async def test_a_wait_that_is_cancelled_leaves_its_batch_to_the_next_wait():
+    run = BatchLoop(lag=1)
+    waiting = asyncio.ensure_future(run.batches.next_batch())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    batches = await run.all()
+    assert [group.id for group in batches[0].groups] == ["0/0", "1/0", "2/0"] and len(batches) == NUM_BATCHES
+
+
 async def test_a_failure_ahead_is_raised_when_its_batch_is_due_and_cancel_waits_for_no_one():
     run = BatchLoop(lag=2)
     play = run.play
