@@ -50,6 +50,7 @@ from torchtitan_rl.rollout.lag import lag_metrics
 from torchtitan_rl.rollout.lagged_batches import LaggedBatches
 from torchtitan_rl.rollout.player import RolloutPlayer
 from torchtitan_rl.rollout.reward_model import RewardModel
+from torchtitan_rl.rollout.turn_end import warn_open_turns
 from torchtitan_rl.serve.run_gateway import external_of, open_gateway
 from torchtitan_rl.train import listeners, resume, step_metrics
 from torchtitan_rl.train.checkpoints import Checkpoints
@@ -219,6 +220,9 @@ class Controller(AbstractAsyncContextManager):
         if hf_weights is None and (missing := run_backend.missing_weights(config)):
             raise ValueError(missing)
         inputs = read_inputs(config)
+        if config.algorithm.workflow is None:
+            stop_token_ids, timeout_s = config.sampling.stop_token_ids, config.controller.reward_timeout_s
+            await warn_open_turns(inputs.tokenizer, inputs.family, stop_token_ids, timeout_s=timeout_s)
         if (external := external_of(config.algorithm.workflow)) is not None:
             external.check_sandbox(inputs.family)
         if hf_weights is None:

@@ -20,7 +20,6 @@ from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.record.status import note_end
 from torchtitan_rl.record.user_code import error_text
 from torchtitan_rl.rollout.pair_tokens import check_pair
-from torchtitan_rl.rollout.turn_end import warn_open_turns
 from torchtitan_rl.tasks.family import TaskFamily, source_of
 from torchtitan_rl.tasks.vocabulary import warn_unknown_text
 from torchtitan_rl.train.evaluation import eval_families
@@ -60,8 +59,6 @@ def read_inputs(config: RunConfig) -> Inputs:
     evaluated = eval_families(config, family)
     tokenizer = load_tokenizer(assets_dir(config.model))
     warn_unknown_text(tokenizer, [family, supervised_family, preference_family, *evaluated.values()])
-    if config.algorithm.workflow is None:
-        warn_open_turns(tokenizer, family, config.sampling.stop_token_ids)
     return Inputs(
         tokenizer=tokenizer,
         family=family,
