@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from torchtitan_rl.record.json_lines import parsed
 
-__all__ = ["COLUMNS", "EVALUATION_COLUMNS", "SCAN", "RolloutParts", "literal"]
+__all__ = ["COLUMNS", "EVALUATION_COLUMNS", "SCAN", "RolloutParts", "first_line", "literal"]
 
 SCAN = "read_parquet(?, filename=true, file_row_number=true, union_by_name=true, hive_partitioning=false)"
 """Parquet files as rows, each with its file and its number there; directories named `a=b` are no columns."""
@@ -81,7 +81,8 @@ class RolloutParts:
         """Bytes of JSON lines that the last `refresh` had no time for."""
         self._rows: dict[int, int] = {}
         self._offsets: dict[int, int] = {}
-        self._stamps: dict[int, int] = {}
+        self._failed: dict[str, int] = {}
+        """File that could not be read -> its time of change then."""
         declared = ", ".join(f"{name} {kind}" for name, (kind, _) in columns.items())
         connection.execute(f"create table records (part INTEGER, line INTEGER, start BIGINT, size BIGINT, {declared})")
         connection.execute("create table texts (part INTEGER, line INTEGER, prompt VARCHAR, text VARCHAR)")
@@ -103,19 +104,20 @@ class RolloutParts:
 
     def _noted(self, file: Path, read: Any, *arguments: Any) -> bool:
         """Whether `read` succeeded; a failure is noted, and tried again when the file changes."""
+        changed = 0
         try:
-            stamp = file.stat().st_mtime_ns
-            if file.name in self.notes and self._stamps.get(hash(file.name)) == stamp:
+            changed = file.stat().st_mtime_ns
+            if self._failed.get(file.name) == changed:
                 return False
-            self._stamps[hash(file.name)] = stamp
             read(file, *arguments)
         except FileNotFoundError:  # sealed meanwhile: the next refresh finds the Parquet file
             return False
         except (OSError, duckdb.Error, pa.ArrowException) as error:
-            self.notes[file.name] = f"{self.directory.name}/{file.name}: cannot be read ({_first_line(error)})"
+            self._failed[file.name] = changed
+            self.notes[file.name] = f"{self.directory.name}/{file.name}: cannot be read ({first_line(error)})"
             return False
-        if not self.notes.get(file.name, "").endswith("is no JSON"):
-            self.notes.pop(file.name, None)
+        if file.name in self._failed:
+            del self._failed[file.name], self.notes[file.name]
         return True
 
     def _seal(self, files: dict[int, Path]) -> None:
@@ -248,5 +250,6 @@ def _text(value: Any) -> str | None:
     return value.encode("utf-8", "replace").decode("utf-8") if isinstance(value, str) else None
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """The first line of an error's text, 200 characters at most."""
     return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -13,7 +13,7 @@ import duckdb
 from torchtitan_rl.record import attempts
 from torchtitan_rl.record.json_lines import parsed
 from torchtitan_rl.record.run_dir import RunDir
-from torchtitan_rl.tools.rollout_parts import SCAN, RolloutParts, literal
+from torchtitan_rl.tools.rollout_parts import SCAN, RolloutParts, first_line, literal
 
 __all__ = ["Page", "TableIndex", "restrictions"]
 
@@ -56,6 +56,8 @@ class TableIndex:
         settings: dict[str, Any] = {"memory_limit": _MEMORY, "threads": _THREADS, "autoinstall_known_extensions": False}
         self._connection = duckdb.connect(":memory:", config=settings | {"autoload_known_extensions": False})
         self._parts = RolloutParts(run_dir.path / table, self._connection, columns)
+        self._attempts_note = ""
+        """Why the last `counting` leaves no record out; empty: it knows which to leave out."""
 
     @contextmanager
     def current(self) -> Iterator[None]:
@@ -123,12 +125,17 @@ class TableIndex:
 
     def counting(self) -> str:
         """A condition that holds for the records that count, see `record.attempts`."""
+        self._attempts_note = ""
         try:
             begun = attempts.begun(self._run_dir)
-        except (OSError, ValueError, TypeError, KeyError):  # half-written, or of another version
+            limits = {a: min((step for b, step in begun.items() if b > a), default=None) for a in begun}
+            wrong = [f"(attempt = {int(a)} and step > {int(step)})" for a, step in limits.items() if step is not None]
+        except (OSError, ValueError, TypeError, KeyError, RuntimeError) as error:  # damaged, or of another version
+            self._attempts_note = (
+                f"attempts: cannot be read ({first_line(error)}); {self._noun} of steps that a later attempt took "
+                "again are shown too"
+            )
             return "true"
-        limits = {a: min((step for b, step in begun.items() if b > a), default=None) for a in begun}
-        wrong = [f"(attempt = {int(a)} and step > {int(step)})" for a, step in limits.items() if step is not None]
         return f"not ({' or '.join(wrong)})" if wrong else "true"
 
     def containing(self, text: str, among: str = "records") -> tuple[str, list[Any]]:
@@ -170,7 +177,7 @@ class TableIndex:
     def notes(self) -> list[str]:
         """What could not be read, and how many records do not count."""
         counting = self.counting()
-        notes = list(self._parts.notes.values())
+        notes = [*self._parts.notes.values(), *([self._attempts_note] if self._attempts_note else [])]
         if self._parts.pending_bytes:
             notes.append(f"{self._parts.pending_bytes / 1e6:.0f} MB of {self._noun} are still being read; look again")
         if counting != "true":

@@ -2,12 +2,14 @@
 
 import json
 
+import duckdb
 import pytest
 
 from tests.kit.runs import group, made_run, write_step
 from torchtitan_rl.record import attempts
 from torchtitan_rl.record.attempts import read_rollouts
 from torchtitan_rl.record.run_dir import RunDir
+from torchtitan_rl.tools.rollout_parts import COLUMNS, RolloutParts
 from torchtitan_rl.tools.rollouts import Query, Rollouts
 
 
@@ -112,6 +114,28 @@ def test_what_cannot_be_read_is_named_and_the_rest_is_shown(run_dir):
     assert found.total == 13 and found.rows[0]["rollout_id"] == "r" and found.rows[0]["num_tokens"] is None
     assert len(found.notes) == 2 and "000007.parquet: cannot be read" in found.notes[0]
     assert rollouts.complete("r")["novel"] == [1]
+
+
+def test_what_follows_a_line_that_is_no_json_is_read_however_often_one_looks(tmp_path):
+    (tmp_path / "rollouts").mkdir()
+    lines = [json.dumps({"step": 1, "rollout_id": str(i)}) for i in range(1200)]
+    (tmp_path / "rollouts" / "000001.jsonl").write_text("\n".join(["no json", *lines]) + "\n")
+    connection = duckdb.connect(":memory:")
+    parts = RolloutParts(tmp_path / "rollouts", connection, COLUMNS)
+    for _ in range(4):
+        parts.refresh(limit_s=0.0)  # 500 lines each time
+    assert connection.execute("select count(*) from records").fetchone() == (1200,)
+    assert (list(parts.notes.values()), parts.pending_bytes) == (["rollouts/000001.jsonl: a line is no JSON"], 0)
+
+
+@pytest.mark.parametrize("line", ["no json", '{"attempt": 3, "phase": "reinforcement"}', "[]"])
+def test_damaged_attempts_leave_no_rollout_out_and_are_named(run_dir, line):
+    attempts.begin(run_dir, "step-1", "reinforcement", 1)
+    part = max((run_dir.path / "attempts").iterdir())
+    part.write_text(line + "\n" + part.read_text())
+    found = Rollouts(run_dir).find(Query())
+    assert found.total == 12 and len(found.notes) == 1
+    assert found.notes[0].startswith("attempts: cannot be read (") and "are shown too" in found.notes[0]
 
 
 def test_a_directory_may_have_any_name(tmp_path):
