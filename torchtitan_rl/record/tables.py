@@ -1,7 +1,7 @@
 """Tables of records that grow while a run goes on: JSON lines first, Parquet from the next checkpoint on.
 
 A table is a directory of numbered parts. Records are appended to the newest part, a file of JSON lines that any program
-can follow. `Table.seal` begins a new part and turns the older ones into Parquet::
+can follow. `Table.rotate` begins a new part, `Table.seal` turns the older ones into Parquet::
 
     rollouts/000001.parquet
     rollouts/000002.parquet
@@ -138,7 +138,11 @@ class Table:
                 )
                 return read.to_arrow_table().cast(self.schema)
             except duckdb.Error:
-                return pa.Table.from_pylist(list(self._read_lines(lines)), schema=self.schema)
+                records = list(self._read_lines(lines))
+        try:
+            return pa.Table.from_pylist(records, schema=self.schema)
+        except pa.ArrowException as error:
+            raise RuntimeError(f"{lines}: does not fit the columns of the table ({error}); mend its lines") from error
 
     def _read_lines(self, file: Path) -> Iterator[dict[str, Any]]:
         for number, line in enumerate(file.read_bytes().split(b"\n")[:-1], 1):
@@ -146,7 +150,15 @@ class Table:
                 record = parsed(line)
             except ValueError as error:
                 raise RuntimeError(f"{file}, line {number}: is not JSON ({error}); remove that line") from error
-            yield {field.name: _decode(record.get(field.name), field.type) for field in self.schema}
+            values = {}
+            for field in self.schema:
+                try:
+                    values[field.name] = _decode(record.get(field.name), field.type)
+                except (TypeError, ValueError, AttributeError) as error:
+                    raise RuntimeError(
+                        f"{file}, line {number}, column {field.name}: is no {field.type} ({error}); remove that line"
+                    ) from error
+            yield values
 
 
 def _decode(value: Any, kind: pa.DataType) -> Any:

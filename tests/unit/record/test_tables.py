@@ -99,6 +99,22 @@ def test_a_column_that_the_schema_lacks_is_refused(tmp_path):
     assert not table
 
 
+def test_a_value_that_does_not_fit_its_column_is_named(tmp_path):
+    table = Table(tmp_path / "rollouts", SCHEMA)
+    table.append([{"step": 1, "text": "\ud800"}, {"step": 2, "text": 7}])
+    with pytest.raises(RuntimeError, match=r"000001.jsonl, line 2, column text: is no string .*; remove that line"):
+        list(table.read())
+    table.rotate()
+    with pytest.raises(RuntimeError, match=r"line 2, column text: is no string"):
+        table.seal()
+    assert table.files()[0].suffix == ".jsonl"
+    numbers = Table(tmp_path / "ledger", SCHEMA)
+    numbers.append([{"step": "one", "text": "\ud800"}])
+    numbers.rotate()
+    with pytest.raises(RuntimeError, match="000001.jsonl: does not fit the columns of the table"):
+        numbers.seal()
+
+
 def test_a_line_that_is_no_text_is_named(tmp_path):
     table = Table(tmp_path / "rollouts", SCHEMA)
     table.append([FULL])
