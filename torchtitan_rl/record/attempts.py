@@ -24,6 +24,7 @@ from torchtitan_rl.record.run_dir import RunDir
 
 __all__ = [
     "locked",
+    "lock_file",
     "unlock",
     "begin",
     "begun",
@@ -46,18 +47,19 @@ logger = logging.getLogger(__name__)
 @contextmanager
 def locked(run_dir: RunDir) -> Iterator[None]:
     """Locks a run directory. The lock is kept after the block, until `unlock` or the end of this process, unless the
-    block fails. Raises ValueError when the directory is locked already."""
+    block fails. Raises ValueError when the directory is locked already, and as `lock_file` does."""
     file = open(run_dir.path / "run.lock", "a+", encoding="utf-8")
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.seek(0)
-        holder = file.read().strip() or "another process"
+        if not lock_file(file, run_dir.path):
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            raise ValueError(
+                f"output_dir={str(run_dir.path)!r}: a run is going on there ({holder}); wait for its end or stop it, "
+                "or pick another output_dir"
+            )
+    except ValueError:
         file.close()
-        raise ValueError(
-            f"output_dir={str(run_dir.path)!r}: a run is going on there ({holder}); wait for its end or stop it, or "
-            "pick another output_dir"
-        ) from None
+        raise
     file.truncate(0)
     file.write(f"pid {os.getpid()} on {socket.gethostname()}")
     file.flush()
@@ -67,6 +69,21 @@ def locked(run_dir: RunDir) -> Iterator[None]:
     except BaseException:
         unlock(run_dir)
         raise
+
+
+def lock_file(file: IO[str], output_dir: Path) -> bool:
+    """Locks an open file of `output_dir` until it is closed. False: another process has locked it. Raises ValueError
+    where the file system has no locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise ValueError(
+            f"output_dir={str(output_dir)!r}: its file system has no locks ({error.strerror}); give a directory on "
+            "another one"
+        ) from None
+    return True
 
 
 def unlock(run_dir: RunDir) -> None:

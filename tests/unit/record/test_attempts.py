@@ -1,5 +1,6 @@
 """Attempts of a run: the lock, the list, what is put aside, and which rollouts count."""
 
+import errno
 import json
 
 import pytest
@@ -26,6 +27,16 @@ def test_a_run_directory_has_one_live_run(run_dir):
         raise OSError("full")
     with attempts.locked(run_dir):  # a block that failed has not kept the lock
         attempts.unlock(run_dir)
+
+
+def test_a_file_system_without_locks_is_no_run_that_goes_on(run_dir, monkeypatch):
+    def no_lock(file, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", no_lock)
+    with pytest.raises(ValueError, match=r"its file system has no locks \(No locks available\); give a directory on"):
+        with attempts.locked(run_dir):
+            pass
 
 
 def test_attempts_are_numbered_and_a_line_cut_off_by_a_crash_does_not_count(run_dir):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import uuid
@@ -16,6 +15,7 @@ from torchtitan_rl.config.config_difference import differences
 from torchtitan_rl.config.derive import settled
 from torchtitan_rl.config.resolve import resolved
 from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.record.attempts import lock_file
 from torchtitan_rl.record.json_lines import encode
 from torchtitan_rl.tools.sweep.arms import Arm
 
@@ -133,16 +133,9 @@ def locked(directory: Path, seeds: Iterable[int]) -> Iterator[None]:
             seed_dir = directory / f"seed-{seed}"
             seed_dir.mkdir(exist_ok=True)
             file = files.enter_context((seed_dir / "sweep.lock").open("w"))
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not lock_file(file, directory):
                 raise ValueError(
                     f"output_dir={str(directory)!r}: a sweep is at work there, on seed {seed}; wait for its end, or "
                     "give another directory"
-                ) from None
-            except OSError as error:
-                raise ValueError(
-                    f"output_dir={str(directory)!r}: its file system has no locks ({error.strerror}); give a directory "
-                    "on another one"
-                ) from None
+                )
         yield
