@@ -20,9 +20,9 @@ class BackgroundListener(EventListener):
     """A listener that receives events in a thread of its own, so that nothing it does can fail or delay the run.
 
     The loop puts events into a queue of at most `room`; a full queue drops the event. The first event that fails is
-    reported as a warning, and once that the listener is late: busy with one event for `patience_s`, behind by `room`
-    events, or not done `patience_s` after the run's end. The thread reads an event later than the loop recorded it, and
-    finds a `Span` as the span is then.
+    reported as a warning, and once that the listener is late: busy with one event for `patience_s`, or behind by `room`
+    events. A listener that is not done `patience_s` after the run's end is given up, which is reported too. The thread
+    reads an event later than the loop recorded it, and finds a `Span` as the span is then.
     Example: `Recorder([writer, BackgroundListener(partial(TensorBoard, path), "tensorboard", events=(Metrics,))])`.
     """
 
@@ -79,8 +79,8 @@ class BackgroundListener(EventListener):
             self._events.put(_Closed())
         closed = time.monotonic()
         while self._thread.is_alive():
-            if time.monotonic() - min(closed, self._since or closed) >= self.patience_s:
-                return self._report("late", "is still busy at the run's end; it is given up")
+            if time.monotonic() - closed >= self.patience_s:
+                return self._report("given up", "is still busy at the run's end; it is given up")
             self._thread.join(0.02)
 
     def _receive(self, listener: Listener | Callable[[], Listener]) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import struct
+import threading
 import time
 from functools import partial
 
@@ -235,11 +236,11 @@ def broken(line):
 @pytest.mark.parametrize(
     "sink, expected",
     [
-        (FunctionSink(broken), "mine: KeyError: 'reward'; the run goes on, and metrics.jsonl has every number"),
-        (Sleeps(), "mine: has been busy with one event for 0.1 s"),
-        (Cannot, "mine: could not start: OSError: no such host"),
-        (CannotEnd(), "mine: is still busy at the run's end; it is given up"),
-        (Leaves(), "mine: SystemExit: "),
+        (FunctionSink(broken), ["mine: KeyError: 'reward'; the run goes on, and metrics.jsonl has every number"]),
+        (Sleeps(), ["mine: has been busy with one event for 0.1 s", "mine: is still busy at the run's end; it is"]),
+        (Cannot, ["mine: could not start: OSError: no such host"]),
+        (CannotEnd(), ["mine: is still busy at the run's end; it is given up"]),
+        (Leaves(), ["mine: SystemExit: "]),
     ],
 )
 def test_a_sink_that_fails_or_hangs_is_reported_once_and_delays_nothing(sink, expected, caplog, tmp_path):
@@ -258,8 +259,26 @@ def test_a_sink_that_fails_or_hangs_is_reported_once_and_delays_nothing(sink, ex
         recorder.close()
         closing = time.monotonic() - began
     assert slept < 1.0 and closing < 1.0
-    assert len(caplog.messages) == 1 and expected in caplog.messages[0]
+    assert len(caplog.messages) == len(expected)
+    assert all(text in message for text, message in zip(expected, caplog.messages))
     assert run_dir.read_metrics() == other == [*LINES, LINES[-1]]
+
+
+def test_a_sink_that_was_busy_before_the_end_has_the_same_patience_as_any_other():
+    received, goes_on = [], threading.Event()
+
+    def sink(line):
+        goes_on.wait(60)
+        received.append(line)
+
+    aside = BackgroundListener(FunctionSink(sink), "mine", patience_s=0.5)
+    for line in LINES:
+        aside.metrics(Metrics(line=line))
+    time.sleep(0.6)
+    threading.Timer(0.1, goes_on.set).start()
+    aside.close()
+    aside.wait()
+    assert received == LINES
 
 
 def test_a_sink_that_is_too_slow_loses_events_and_takes_no_memory(caplog):
