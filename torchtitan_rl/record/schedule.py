@@ -364,9 +364,10 @@ def read_schedule(file: Path) -> Iterator[ScheduleEntry]:
     """The commands of an engine, in order; without a last line that a kill has cut off. Raises ValueError for a line
     that is damaged."""
     entry: ScheduleEntry | None = None
-    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n")[:-1], 1):
+    for number, line in enumerate(file.read_bytes().split(b"\n")[:-1], 1):
         try:
-            fields = parsed(line)
+            if not isinstance(fields := parsed(line), dict):
+                raise TypeError(f"it holds a {type(fields).__name__}")
             if entry is not None and fields.keys() == {"ended"}:
                 entry.ended.append(fields["ended"])
                 continue

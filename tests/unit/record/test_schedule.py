@@ -68,8 +68,9 @@ def test_slots_of_adapters_and_the_version_of_each_request_are_read_back(tmp_pat
     assert load.slot == 1 and admission.adapters == [WITHOUT_ADAPTERS] and admission.requests[0][0] == 3
 
 
-def test_a_damaged_line_is_named(tmp_path):
-    (tmp_path / "generator-0-1.jsonl").write_text('{"iteration": 0, "unfinished": 0}\n{"steps": 1}\n')
+@pytest.mark.parametrize("line", [b'{"steps": 1}', b"[1]", b"\xff\xfe", b'{"requests": 3}'])
+def test_a_damaged_line_is_named(line, tmp_path):
+    (tmp_path / "generator-0-1.jsonl").write_bytes(b'{"iteration": 0, "unfinished": 0}\n' + line + b"\n")
     with pytest.raises(
         ValueError, match=r"generator-0-1.jsonl, line 2: is no command of an engine .*put the file back"
     ):
