@@ -6,11 +6,12 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["changes_draws", "changes_future_only", "differences", "is_harmless", "leaves"]
+__all__ = ["LABELS", "changes_draws", "changes_future_only", "differences", "is_harmless", "leaves"]
 
+LABELS = ("name", "output_dir")
+"""Fields that say nothing about what is trained."""
 _HARMLESS = (
-    "name",
-    "output_dir",
+    *LABELS,
     "controller.",
     "record.",
     "weight_sync.",

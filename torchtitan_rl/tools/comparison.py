@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, variance
 from typing import Any
 
-from torchtitan_rl.config.config_difference import leaves
+from torchtitan_rl.config.config_difference import LABELS, leaves
 from torchtitan_rl.health.run_reader import Run
 from torchtitan_rl.record.fork_point import fork_point
 from torchtitan_rl.tools.first_difference import BatchDifference, first_difference
@@ -20,7 +20,7 @@ from torchtitan_rl.tools.selection import curves, labels, matching, opened
 
 __all__ = ["Comparison", "Group", "MetricRow", "add_arguments", "compare", "run"]
 
-_LABELS = ("seed", "output_dir", "name")
+_SAME_GROUP = ("seed", *LABELS)
 _RECORDING = "record."
 """Fields of a config that do not tell one group of runs from another: these names, and a section."""
 _UNCOMPARED = ("num_tasks", "_ci95_low", "_ci95_high")
@@ -215,7 +215,7 @@ def _num_steps(run: Run) -> int:
 
 
 def _is_label(path: str) -> bool:
-    return path in _LABELS or path.startswith(_RECORDING)
+    return path in _SAME_GROUP or path.startswith(_RECORDING)
 
 
 def _final(run: Run) -> dict[str, float]:

@@ -18,7 +18,7 @@ import pyarrow.compute
 import pyarrow.parquet
 import xxhash
 
-from torchtitan_rl.config.config_difference import changes_draws, changes_future_only, differences
+from torchtitan_rl.config.config_difference import LABELS, changes_draws, changes_future_only, differences
 from torchtitan_rl.config.derive import settled
 from torchtitan_rl.config.overrides import apply_overrides
 from torchtitan_rl.config.recorded import recorded_config
@@ -33,7 +33,6 @@ __all__ = ["apply_settings", "existing_fork", "make_fork", "plan_fork"]
 
 _TABLES = ("attempts", "rollouts", "evaluations", "ledger", "versions")
 """The tables whose records count in the fork too. Events and samples are about the other run's processes."""
-_LABELS = ("name", "output_dir")
 
 
 def plan_fork(
@@ -50,7 +49,7 @@ def plan_fork(
     apply_settings(config, settings)
     config.name, config.output_dir = name or f"{config.name}-at-{step}", output_dir
     now = json.loads(json.dumps(resolved(settled(config))))
-    changes = {path: pair for path, pair in differences(plain, now).items() if path not in _LABELS}
+    changes = {path: pair for path, pair in differences(plain, now).items() if path not in LABELS}
     _require_changeable(changes.keys() - changed_sources.keys(), step, new_draws)
     if new_draws and config.algorithm.max_policy_lag:
         raise ValueError(

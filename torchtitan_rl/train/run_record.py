@@ -18,7 +18,7 @@ from typing import Any
 import xxhash
 
 from torchtitan_rl import platform
-from torchtitan_rl.config.config_difference import leaves
+from torchtitan_rl.config.config_difference import LABELS, leaves
 from torchtitan_rl.launch.agreement import facts
 from torchtitan_rl.metrics import REPEATED_RULE, repeatable
 from torchtitan_rl.record.attempts import read_ledger
@@ -30,8 +30,8 @@ from torchtitan_rl.weights import checkpoint
 __all__ = ["RunRecord", "begin_record", "compared_config", "digests_of", "finish_record", "read_record"]
 
 _NAME = "record.json"
-_LABELS = ("name", "output_dir", "record.")
-"""Fields of a config that say nothing about what is trained, and the section of records."""
+_RECORDING = "record."
+"""The section of a config that says nothing about what is trained, as `LABELS` do not."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -96,11 +96,8 @@ def digests_of(run_dir: RunDir) -> dict[str, str]:
 
 def compared_config(config: dict[str, Any]) -> dict[str, Any]:
     """Dotted path -> value of a resolved config, without what says nothing about what is trained."""
-    return {
-        path: value
-        for path, value in leaves(config)
-        if not any(path == label or label.endswith(".") and path.startswith(label) for label in _LABELS)
-    }
+    fields = leaves(config)
+    return {path: value for path, value in fields if path not in LABELS and not path.startswith(_RECORDING)}
 
 
 def _weights(saved: Path) -> str:

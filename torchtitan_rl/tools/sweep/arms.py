@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torchtitan_rl.config.config_difference import changes_future_only, differences
+from torchtitan_rl.config.config_difference import LABELS, changes_future_only, differences
 from torchtitan_rl.config.derive import settled
 from torchtitan_rl.config.recorded import recorded_config
 from torchtitan_rl.config.resolve import resolved
@@ -18,7 +18,8 @@ from torchtitan_rl.validation.run import validate
 
 __all__ = ["Arm", "arms_of", "read_seeds"]
 
-_LABELS = ("name", "output_dir")
+_MAX_DIRECTORY = 200
+"""Most bytes of the name of an arm's directory. File systems take 255, and names of files are made of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +64,7 @@ def arms_of(config: RunConfig, choices: Sequence[str]) -> list[Arm]:
     """Every combination of the values of `choices`, each `PATH=VALUE,VALUE,...`, in their order.
 
     Raises ValueError for a field that does not exist or that a fork cannot change, for values that a config cannot
-    have, for two arms that are the same, and for fewer than two arms.
+    have, for two arms that are the same, for a directory whose name is too long, and for fewer than two arms.
     """
     values = [_settings(choice) for choice in choices]
     plain = json.loads(json.dumps(resolved(settled(config))))
@@ -72,7 +73,7 @@ def arms_of(config: RunConfig, choices: Sequence[str]) -> list[Arm]:
         changed, _ = recorded_config(plain, "config")  # as a fork reads it from the checkpoint
         apply_settings(changed, list(settings))
         now = json.loads(json.dumps(resolved(settled(changed))))
-        change = {path: pair for path, pair in differences(plain, now).items() if path not in _LABELS}
+        change = {path: pair for path, pair in differences(plain, now).items() if path not in LABELS}
         if fixed := sorted(path for path in change if not changes_future_only(path)):
             raise ValueError(
                 f"--set {fixed[0]}: decides what the arms share (tasks, random numbers, batches, or what a checkpoint "
@@ -88,6 +89,11 @@ def arms_of(config: RunConfig, choices: Sequence[str]) -> list[Arm]:
         raise ValueError(f"--set {' '.join(choices)}: is one arm, which has nothing beside it; give two values or more")
     if len({arm.directory for arm in arms}) < len(arms):
         raise ValueError("--set: two arms would have the same directory; write their values with other characters")
+    if (longest := max(len(arm.directory.encode()) for arm in arms)) > _MAX_DIRECTORY:
+        raise ValueError(
+            f"--set: a directory of an arm would have a name of {longest} bytes, {_MAX_DIRECTORY} are possible; sweep "
+            "fewer fields at once"
+        )
     return arms
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan_rl.config.config_difference import differences
+from torchtitan_rl.config.config_difference import LABELS, differences
 from torchtitan_rl.config.derive import settled
 from torchtitan_rl.config.resolve import resolved
 from torchtitan_rl.config.run import RunConfig
@@ -24,7 +24,6 @@ __all__ = ["Plan", "checkpoint_cadence", "locked"]
 _NAME = "sweep.json"
 _BEGUN = "sweep."
 """How the name of that file begins, and of a file that is renamed to it once it is whole."""
-_LABELS = ("name", "output_dir")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +73,7 @@ class Plan:
         changed = [name for name in ("arms", "seeds", "at") if before.get(name) != now[name]]
         pairs = {name: (before.get(name), now[name]) for name in changed}
         config_changes = differences(before.get("config", {}), now["config"])
-        pairs |= {f"config {path}": pair for path, pair in config_changes.items() if path not in _LABELS}
+        pairs |= {f"config {path}": pair for path, pair in config_changes.items() if path not in LABELS}
         if pairs:
             name, (before_value, value) = next(iter(pairs.items()))
             raise ValueError(

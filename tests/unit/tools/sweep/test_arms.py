@@ -65,6 +65,10 @@ def test_arms_are_every_combination_and_the_config_as_it_is_is_one_of_them():
         (["task.max_letters=5,6"], "--set task.max_letters: decides what the arms share"),
         (["algorithm.tasks_per_step=4,8"], "--set algorithm.tasks_per_step: decides what the arms share"),
         (["model.shape.dim=16,32"], "--set model.shape.dim: decides what the arms share"),
+        (
+            [f"trainer.optimizer.lr=1e-4,0.{'0' * 200}1"],
+            "a directory of an arm would have a name of 224 bytes, 200 are possible; sweep fewer fields at once",
+        ),
     ],
 )
 def test_what_is_no_arm(choices, message):
