@@ -89,7 +89,7 @@ class Chat:
         spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not spoken:
             raise ValueError(f"messages={repr(messages)[:80]}: has no assistant message; there is nothing to imitate")
-        tokens = self.prompt(messages[: spoken[0]])
+        tokens = list(self.prompt(messages[: spoken[0]]))  # a copy: `Renderings` keeps the list
         mask = [False] * len(tokens)
         for i, following in zip(spoken, [*spoken[1:], None]):
             content_tokens = self._encode(messages[i]["content"])

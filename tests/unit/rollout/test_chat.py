@@ -16,6 +16,7 @@ from torchtitan_rl.algorithm.datums import to_datums
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.rollout.chat import Chat
 from torchtitan_rl.rollout.multi_turn import Limits, multi_turn
+from torchtitan_rl.rollout.renderings import Renderings
 from torchtitan_rl.tasks.calculator import Calculator
 from torchtitan_rl.tasks.env import Step
 from torchtitan_rl.types import Completion, RolloutGroup, Task
@@ -137,6 +138,8 @@ def test_a_conversation_to_imitate_has_the_tokens_of_a_rollout_that_says_the_sam
     tokens, mask = Chat(QWEN).render(messages)
     assert tokens == QWEN.apply_chat_template(messages, return_dict=False)
     assert QWEN.decode([token for token, policys in zip(tokens, mask) if policys]) == "[12*34]<|im_end|>408<|im_end|>"
+    keeps = Chat(QWEN, renderings=Renderings())
+    assert keeps.render(messages) == keeps.render(messages) == (tokens, mask)
     with pytest.raises(ValueError, match="has no assistant message"):
         Chat(CHARS).render([USER])
 
