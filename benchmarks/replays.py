@@ -36,7 +36,7 @@ from torchtitan_rl.dispatch.role_mesh import WorkerLost
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.tasks.letter_sort import partial_credit
 from torchtitan_rl.tools.audit import audit
-from torchtitan_rl.tools.replay_differences import first_difference
+from torchtitan_rl.tools.replay_differences import first_replay_difference
 from torchtitan_rl.train.controller import Controller
 from torchtitan_rl.types import Task
 
@@ -136,7 +136,7 @@ def once_more(run: Path, config: RunConfig) -> str:
     """Runs a config again, not by its schedule, and returns where the two runs part."""
     config.output_dir = f"{run}-again"
     asyncio.run(train(config, random.Random(0), kill=False))
-    difference = first_difference(
+    difference = first_replay_difference(
         RunDir(run), 1, RunDir(Path(config.output_dir)), first=0, last=config.controller.num_steps
     )
     return "the same" if difference is None else str(difference)

@@ -198,10 +198,10 @@ def _influence_lines(influences: list[Influence]) -> list[str]:
 def _verified(args: argparse.Namespace, recorded: RecordedAttempt) -> int:
     """Prints the first difference. Returns 1 where there is one."""
     from torchtitan_rl.record.run_dir import RunDir
-    from torchtitan_rl.tools.replay_differences import compared, first_difference
+    from torchtitan_rl.tools.replay_differences import compared, first_replay_difference
 
     steps = {"first": recorded.first, "last": recorded.last}
-    difference = first_difference(RunDir(recorded.run), recorded.number, args.replayed, **steps)
+    difference = first_replay_difference(RunDir(recorded.run), recorded.number, args.replayed, **steps)
     if difference is not None:
         print(f"differs: {difference}")
         return 1

@@ -100,7 +100,8 @@ _locks: dict[Path, IO[str]] = {}
 def begin(run_dir: RunDir, resumed_from: str | None, phase: str = "", step: int = 0) -> int:
     """Notes a new attempt: where it goes on (`phase` and `step` of the checkpoint). Returns its number, from 1.
 
-    Every table goes on in a part of its own, because a kill of the attempt before may have cut a line of the last part.
+    The record begins a part of `attempts`, as the first record of a process does in every table, because a kill may
+    have cut a line of the last part.
     """
     number = len(attempts(run_dir)) + 1
     record = {

@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-__all__ = ["SCHEMAS"]
+__all__ = ["ENDS", "SCHEMAS"]
+
+ENDS = ("trained", "filtered", "failed")
+"""The events of `ledger` that are the end of a draw, as `rollout.draws.outcomes` gives them."""
 
 _TEXT, _INT, _FLOAT = pa.string(), pa.int32(), pa.float64()
 _BEGIN = {"step": _INT, "attempt": _INT}

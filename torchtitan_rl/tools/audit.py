@@ -12,12 +12,11 @@ from torchtitan_rl.health.whereabouts import whereabouts
 from torchtitan_rl.record.attempts import attempts, read_ledger, read_rollouts
 from torchtitan_rl.record.json_lines import parsed
 from torchtitan_rl.record.run_dir import RunDir
+from torchtitan_rl.record.schemas import ENDS
 from torchtitan_rl.tools.selection import opened
 from torchtitan_rl.train.retention import complete
 
 __all__ = ["add_arguments", "audit", "run"]
-
-_ENDS = ("trained", "filtered", "failed")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +48,7 @@ def audit(run_dir: RunDir, *, goes_on: bool = False) -> tuple[dict[str, int], li
     admitted = Counter(record["draw"] for record in records if record["event"] == "admitted")
     ended: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for record in records:
-        if record["event"] in _ENDS:
+        if record["event"] in ENDS:
             ended[record["draw"]].append(record)
     newest: float = math.inf
     if goes_on:  # what is read later may have more than the ledger had, and of its newest step not all yet
@@ -75,7 +74,7 @@ def audit(run_dir: RunDir, *, goes_on: bool = False) -> tuple[dict[str, int], li
     problems += _of_steps(steps, ended) + rollout_problems + _of_checkpoints(run_dir, records, newest)
     ends = Counter(draw_ends[-1]["event"] for draw_ends in ended.values())
     counts = {"attempts": len(attempts(run_dir)), "steps": last, "rollouts": rollouts, "admitted": len(admitted)}
-    return counts | {event: ends[event] for event in _ENDS} | {"cut_short": len(open_draws)}, problems
+    return counts | {event: ends[event] for event in ENDS} | {"cut_short": len(open_draws)}, problems
 
 
 def _of_steps(steps: list[int], ended: dict[str, list[dict[str, Any]]]) -> list[str]:
@@ -106,7 +105,7 @@ def _of_rollouts(run_dir: RunDir, ended: dict[str, list[dict[str, Any]]], newest
 
 
 def _of_checkpoints(run_dir: RunDir, records: list[dict[str, Any]], newest: float) -> list[str]:
-    ended, problems = {r["draw"]: r["step"] for r in records if r["event"] in _ENDS}, []
+    ended, problems = {r["draw"]: r["step"] for r in records if r["event"] in ENDS}, []
     for path in complete(run_dir.checkpoints):
         state = parsed((path / "state.json").read_text())
         if state["step"] > newest:

@@ -15,7 +15,7 @@ from torchtitan_rl.record.json_lines import encode
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.record.schedule import ScheduleEntry, engine_files, read_schedule, schedule_of
 
-__all__ = ["ReplayDifference", "compared", "first_difference"]
+__all__ = ["ReplayDifference", "compared", "first_replay_difference"]
 
 _PER_TOKEN = ("tokens", "policy_versions", "logprobs")
 _OF_ROLLOUT = ("rollout_id", "task_id", "finish_reason", "reward", "reward_parts")
@@ -38,7 +38,9 @@ class ReplayDifference:
         return f"step {self.step}, {self.place}: was {self.recorded!r}, is {self.replayed!r}"
 
 
-def first_difference(run: RunDir, attempt: int, replay: RunDir, *, first: int, last: int) -> ReplayDifference | None:
+def first_replay_difference(
+    run: RunDir, attempt: int, replay: RunDir, *, first: int, last: int
+) -> ReplayDifference | None:
     """The first difference between an attempt at a run and its replay, which trained the steps after `first` up to
     `last`; None: there is none. Compared are every token, log-probability, version, reward and advantage, the
     metrics that a run repeats, and the bytes of every published tensor."""
@@ -58,7 +60,7 @@ def first_difference(run: RunDir, attempt: int, replay: RunDir, *, first: int, l
 
 
 def compared(replay: RunDir, *, first: int, last: int) -> str:
-    """What `first_difference` compared, in numbers."""
+    """What `first_replay_difference` compared, in numbers."""
     records = list(_rollouts(replay, first, last))
     tokens = sum(len(turn["tokens"]) for record in records for turn in record["turns"] or ())
     versions = sum(len(published) for step, published in _weights(replay, 1).items() if first <= step <= last)

@@ -21,14 +21,13 @@ from torchtitan_rl.record.schedule import (
     schedule_of,
     since_load,
 )
+from torchtitan_rl.record.schemas import ENDS
 from torchtitan_rl.weights import checkpoint
 
 if TYPE_CHECKING:
     from torchtitan_rl.config.run import RunConfig
 
 __all__ = ["RecordedAttempt", "check_company", "recorded_attempt"]
-
-_ENDS = ("trained", "filtered", "failed")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -85,9 +84,9 @@ def recorded_attempt(run: Path, *, first: int | None, last: int | None) -> Recor
     to = steps[-1] if last is None else last
     if to not in steps:
         raise ValueError(f"--to={to}: no batch of the run ended at that step; give one of {_listed(steps)}")
-    began = [record for record in attempts.attempts(run_dir) if _step(record) < to]
+    began = [record for record in attempts.attempts(run_dir) if attempts.steps_before(record) < to]
     record = began[-1]
-    number, begins = record["attempt"], _step(record)
+    number, begins = record["attempt"], attempts.steps_before(record)
     engines = engine_files(schedule_of(run, number))
     if not engines:
         raise ValueError(
@@ -170,16 +169,11 @@ def check_company(config: RunConfig, first: int) -> None:
         )
 
 
-def _step(attempt: dict[str, Any]) -> int:
-    """The steps of the reinforcement phase before an attempt."""
-    return attempt["step"] if attempt["phase"] == "reinforcement" else 0
-
-
 def _slots(run_dir: RunDir, attempt: int, first: int) -> dict[int, list[int]]:
     """Step -> the slots of the batch that an attempt trained then, in order, after step `first`."""
     slots: dict[int, set[int]] = {}
     for record in run_dir.tables["ledger"].read():
-        if record["attempt"] == attempt and record["event"] in _ENDS and record["step"] > first:
+        if record["attempt"] == attempt and record["event"] in ENDS and record["step"] > first:
             slots.setdefault(record["step"], set()).add(int(record["draw"].split("/")[0]))
     return {step: sorted(slots[step]) for step in sorted(slots)}
 

@@ -8,7 +8,7 @@ from tests.kit.runs import group, write_step
 from torchtitan_rl.record import attempts
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.record.schedule import ScheduleFile, schedule_of
-from torchtitan_rl.tools.replay_differences import compared, first_difference
+from torchtitan_rl.tools.replay_differences import compared, first_replay_difference
 
 
 def write_run(path, change=lambda step, groups: None, weights=("00000001aaaaaaaa", "00000002bbbbbbbb")):
@@ -33,12 +33,12 @@ def run(tmp_path):
 
 
 def difference(run, replay):
-    return str(first_difference(run, 1, replay, first=0, last=2))
+    return str(first_replay_difference(run, 1, replay, first=0, last=2))
 
 
 def test_equal_runs_do_not_differ(run, tmp_path):
     replay = write_run(tmp_path / "replay")
-    assert first_difference(run, 1, replay, first=0, last=2) is None
+    assert first_replay_difference(run, 1, replay, first=0, last=2) is None
     assert compared(replay, first=0, last=2) == "2 batches, 4 rollouts, 12 tokens, 2 versions of the weights"
 
 
@@ -69,7 +69,9 @@ def test_a_tensor_is_named_with_its_version(run, tmp_path):
 
 def test_a_version_that_the_replay_never_published_is_a_difference(run, tmp_path):
     replay = write_run(tmp_path / "replay", weights=("00000001aaaaaaaa",))
-    assert first_difference(run, 1, replay, first=0, last=2) is None  # a version after the last step may be missing
+    assert (
+        first_replay_difference(run, 1, replay, first=0, last=2) is None
+    )  # a version after the last step may be missing
     replay = write_run(tmp_path / "without", weights=(None, "00000002bbbbbbbb"))
     assert difference(run, replay) == "step 1, weights of version 1: was '00000001aaaaaaaa', is None"
 
@@ -78,7 +80,7 @@ def test_a_metric_is_compared_unless_time_decides_it(run, tmp_path):
     replay = write_run(tmp_path / "replay")
     text = replay.metrics_file.read_text()
     replay.metrics_file.write_text(text.replace('"time/step_s":1.0', '"time/step_s":2.0'))
-    assert first_difference(run, 1, replay, first=0, last=2) is None
+    assert first_replay_difference(run, 1, replay, first=0, last=2) is None
     replay.metrics_file.write_text(text.replace('"policy/entropy":2.0', '"policy/entropy":2.5', 1))
     assert difference(run, replay) == "step 1, metrics, policy/entropy: was 2.0, is 2.5"
 
@@ -94,7 +96,7 @@ def test_a_value_that_is_no_number_both_times_is_no_difference(tmp_path):
     for run in runs:
         line = {"step": 1, "phase": "evaluation", "eval/name": "sort", "eval/split": "test", "eval/accuracy": math.nan}
         run.log_metrics(line)
-    assert first_difference(runs[0], 1, runs[1], first=0, last=2) is None
+    assert first_replay_difference(runs[0], 1, runs[1], first=0, last=2) is None
     number = write_run(tmp_path / "number")
     assert difference(runs[0], number).startswith("step 1, rollout 1/0/0, turn 0, token 0, logprobs: was nan, is ")
 
@@ -109,6 +111,6 @@ def test_an_evaluation_before_the_first_batch_is_compared_where_it_was_made_agai
     line = {"step": 0, "phase": "evaluation", "eval/name": "sort", "eval/split": "validation", "eval/accuracy": 0.25}
     replay = write_run(tmp_path / "replay")
     run.log_metrics(line)
-    assert first_difference(run, 1, replay, first=0, last=2) is None
+    assert first_replay_difference(run, 1, replay, first=0, last=2) is None
     replay.log_metrics(line | {"eval/accuracy": 0.5})
     assert difference(run, replay) == 'step 0, evaluation ["sort", "validation"], eval/accuracy: was 0.25, is 0.5'

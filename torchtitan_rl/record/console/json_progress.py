@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-from torchtitan_rl.record.console.notices import as_object, say
+from torchtitan_rl.record.console.notices import as_object
 from torchtitan_rl.record.console.progress import Bar
 
 __all__ = ["JsonProgress"]
@@ -17,8 +17,7 @@ __all__ = ["JsonProgress"]
 
 class JsonProgress:
     """In the place of `progress.Progress`, without bars. Events: `begin` and `end` of a phase or wait, `metrics` with
-    all numbers of a line, `note`, `error`, and `summary` at the run's end. `quiet` prints nothing except `error` and
-    `summary`."""
+    all numbers of a line, `note`, and `summary` at the run's end. `quiet` prints nothing except `summary`."""
 
     def __init__(self, *, quiet: bool = False, file: TextIO | None = None) -> None:
         self._quiet, self._file = quiet, file or sys.stdout
@@ -37,9 +36,6 @@ class JsonProgress:
 
     def line(self, text: str) -> None:
         self._write("note", {"message": text})
-
-    def error(self, text: str) -> None:
-        say(text, event="error", level="error")
 
     def final_table(self, rows: list[tuple[str, str]]) -> None:
         """Prints (label, value) rows, quiet or not."""
