@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from torchtitan_rl.config.resolve import is_function
+
 __all__ = ["LABELS", "changes_draws", "changes_future_only", "differences", "is_harmless", "leaves"]
 
 LABELS = ("name", "output_dir")
@@ -88,18 +90,25 @@ def _is_one_of(path: str, entries: tuple[str, ...]) -> bool:
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Dotted path -> (value before, value now) of every field that differs between two `config.resolve.resolved`; None
-    stands for a field that one of them lacks. Fields that did not exist yet when `before` was written are left out; a
-    section that was None then is a difference of each of its fields."""
-    left, right = dict(leaves(before)), dict(leaves(json.loads(json.dumps(now))))  # tuples become lists, as in files
-    switched_on = [path for path in right if path not in left and any(part in left for part in _sections(path))]
-    paths = [*left, *switched_on]
+    stands for a field that one of them lacks. Fields that did not exist yet when `before` was written are left out. A
+    key that a dictionary of arguments had not is a difference; a section that was None is one of each of its fields."""
+    now = json.loads(json.dumps(now))  # tuples become lists, as in files
+    left, right = dict(leaves(before)), dict(leaves(now))
+    paths = [*left, *_added(before, now)]
     return {path: (left.get(path), right.get(path)) for path in paths if left.get(path) != right.get(path)}
 
 
-def _sections(path: str) -> list[str]:
-    """The sections that a field is in, outermost first. Example: `a.b.c` is in `a` and `a.b`."""
-    parts = path.split(".")
-    return [".".join(parts[:i]) for i in range(1, len(parts))]
+def _added(before: dict[str, Any], now: dict[str, Any], path: str = "") -> Iterator[str]:
+    """The fields of `now` in sections and under keys that `before` lacks. A field that a section of `before` lacks is
+    of a newer version, and not among them."""
+    has_fixed_fields = "class" in before or is_function(before)
+    for name, value in now.items():
+        place = f"{path}.{name}" if path else name
+        earlier = before.get(name)
+        if isinstance(earlier, dict) and isinstance(value, dict):
+            yield from _added(earlier, value, place)
+        elif name in before or not has_fixed_fields:
+            yield from (leaf for leaf, _ in leaves(value, place))
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

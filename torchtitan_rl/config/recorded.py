@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin
 from torchtitan_rl.config.config_difference import differences
 from torchtitan_rl.config.derive import settled
 from torchtitan_rl.config.python_file import MODULE_PREFIX
-from torchtitan_rl.config.resolve import rebuilt, resolved
+from torchtitan_rl.config.resolve import is_function, rebuilt, resolved
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.config.values import field_types, function_of
 
@@ -19,7 +19,7 @@ __all__ = ["recorded_config"]
 
 def recorded_config(plain: dict[str, Any], where: str) -> tuple[RunConfig, dict[str, tuple[Any, Any]]]:
     """The config that `resolve.resolved` made plain, and the functions whose source has changed since: dotted path ->
-    (hash then, hash now).
+    (hash then, hash now), and for the functions among a partial's arguments lists of hashes.
 
     Functions and classes are imported; those of a user's file must be loaded already (`load.load_config`). Raises
     ValueError for what cannot be imported and for a value that cannot be read back; the message begins with `where`.
@@ -39,7 +39,7 @@ def recorded_config(plain: dict[str, Any], where: str) -> tuple[RunConfig, dict[
     _restore_tuples(config)
     changed = differences(plain, resolved(settled(config)))
     for path, (before, now) in changed.items():
-        if not path.endswith(".source_sha256"):
+        if not path.endswith((".source_sha256", ".argument_sha256")):
             raise ValueError(f"{where}: {path} was {before!r} and reads back as {now!r}; it cannot be read from there")
     return config, changed
 
@@ -66,7 +66,7 @@ def _restore_tuples(part: Any) -> None:
 
 def _with_functions(value: Any, where: str) -> Any:
     """The plain data with functions in the place of their names, which may have arguments."""
-    if isinstance(value, dict) and value.keys() == {"function", "source_sha256"}:
+    if is_function(value):
         return function_of(where, value["function"])
     if isinstance(value, dict):
         return {name: _with_functions(item, where) for name, item in value.items()}

@@ -14,7 +14,7 @@ from typing import Any
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.record.user_code import defined_at
 
-__all__ = ["flat", "function_name", "named", "resolved", "rebuilt"]
+__all__ = ["flat", "function_name", "is_function", "named", "resolved", "rebuilt"]
 
 
 def flat(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -51,7 +51,8 @@ def named(function: Callable) -> str:
 
 
 def resolved(config: RunConfig) -> dict[str, Any]:
-    """The config as plain data for the run directory: a function becomes its name and a hash of its source."""
+    """The config as plain data for the run directory: a function becomes its name and a hash of its source, and where
+    it is a partial with functions among its arguments, the hashes of their sources too."""
 
     def plain(value: Any) -> Any:
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -64,15 +65,29 @@ def resolved(config: RunConfig) -> dict[str, Any]:
         if isinstance(value, (list, tuple)):
             return [plain(item) for item in value]
         if callable(value):
-            function = value.func if isinstance(value, functools.partial) else value
-            try:
-                source = _source_sha256(function)
-            except (OSError, TypeError):
-                source = ""
-            return {"function": function_name(value), "source_sha256": source}
+            source, *argument_sources = _hashes(value)
+            arguments = {"argument_sha256": argument_sources} if argument_sources else {}
+            return {"function": function_name(value), "source_sha256": source, **arguments}
         return value if isinstance(value, (str, int, float, bool, type(None))) else repr(value)
 
     return plain(config)
+
+
+def is_function(value: Any) -> bool:
+    """Whether plain data is a function that `resolved` made plain."""
+    return isinstance(value, dict) and {"function", "source_sha256"} <= value.keys()
+
+
+def _hashes(function: Callable) -> list[str]:
+    """The hash of a function's source, and those of the functions among a partial's arguments; "" where the source
+    cannot be read."""
+    if isinstance(function, functools.partial):
+        arguments = [*function.args, *function.keywords.values()]
+        return [sha256 for part in (function.func, *filter(callable, arguments)) for sha256 in _hashes(part)]
+    try:
+        return [_source_sha256(function)]
+    except (OSError, TypeError):
+        return [""]
 
 
 @functools.cache
@@ -92,7 +107,7 @@ def rebuilt(value: Any, *, trusted: bool = True) -> Any:
     if isinstance(value, dict) and "class" in value:
         fields = {name: rebuilt(item, trusted=trusted) for name, item in value.items() if name != "class"}
         return _imported(value["class"], trusted, kind=type)(**fields)
-    if isinstance(value, dict) and value.keys() == {"function", "source_sha256"}:
+    if is_function(value):
         return _imported(value["function"], trusted, kind=FunctionType)
     if isinstance(value, dict):
         return {name: rebuilt(item, trusted=trusted) for name, item in value.items()}

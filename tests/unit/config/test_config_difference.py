@@ -11,6 +11,7 @@ from torchtitan_rl.config.derive import settled
 from torchtitan_rl.config.load import load_config
 from torchtitan_rl.config.resolve import flat, resolved
 from torchtitan_rl.config.run import RoleConfig
+from torchtitan_rl.tasks.mixture import Mixture
 
 ROOT = Path(__file__).parents[3]
 
@@ -100,6 +101,15 @@ def test_a_field_of_a_newer_version_is_no_difference_and_a_section_switched_on_i
     found = differences(before, resolved(now))
     assert "algorithm.on_rollout_failure" not in found
     assert found["roles.critic.trainer.training.seq_len"] == (None, now.roles.critic.trainer.training.seq_len)
+
+
+def test_a_key_that_is_added_to_a_dictionary_of_arguments_is_a_difference_and_so_is_a_new_task_of_a_mixture():
+    before, now = config(), config()
+    before.algorithm.loss_config, now.algorithm.loss_config = {"clip_low": 0.2}, {"clip_low": 0.2, "dual_clip": 3.0}
+    before.task, now.task = Mixture.Config(tasks={"x": now.task}), Mixture.Config(tasks={"x": now.task, "y": now.task})
+    found = differences(json.loads(json.dumps(resolved(before))), resolved(now))
+    assert found["algorithm.loss_config.dual_clip"] == (None, 3.0) and found["task.tasks.y.max_letters"] == (None, 6)
+    assert all(path.startswith(("algorithm.loss_config.dual_clip", "task.tasks.y.")) for path in found)
 
 
 def test_the_list_of_harmless_fields_names_fields_that_exist():

@@ -545,6 +545,17 @@ def test_another_source_has_another_hash(tmp_path):
     assert len(one["source_sha256"]) == 16
 
 
+def test_a_function_among_the_arguments_of_another_counts_by_its_source_too(tmp_path):
+    def recorded(name, body):
+        functions = f"\n\nfrom functools import partial\n\ndef judge(task):\n    {body}\n\ndef reward(*args): ...\n"
+        config = GOOD.replace("LetterSort.Config()", "LetterSort.Config(reward=partial(reward, judge, times=2))")
+        return resolved(load_config(written(tmp_path, config + functions, name)))["task"]["reward"]
+
+    one, same, other = recorded("a.py", "return 0"), recorded("b.py", "return 0"), recorded("c.py", "return 1")
+    assert one["source_sha256"] == other["source_sha256"] and len(one["argument_sha256"]) == 1
+    assert one["argument_sha256"] == same["argument_sha256"] != other["argument_sha256"]
+
+
 def test_a_resolved_config_is_plain_data_with_its_classes():
     plain = resolved(run_config())
     assert json.loads(json.dumps(plain)) == plain

@@ -8,6 +8,7 @@ import pytest
 
 from tests.kit.run_config import run_config
 from torchtitan_rl.algorithm import losses
+from torchtitan_rl.algorithm.corrections import both, opsm, truncated_token
 from torchtitan_rl.algorithm.reductions import constant_length
 from torchtitan_rl.config.derive import settled
 from torchtitan_rl.config.recorded import recorded_config
@@ -29,6 +30,21 @@ def test_a_bound_of_infinity_in_a_partial_reads_back():
     config.algorithm.loss_fn = partial(losses.ppo, dual_clip=float("inf"))
     back, changed = recorded_config(json.loads(json.dumps(resolved(config))), "run")
     assert changed == {} and back.algorithm.loss_fn.keywords == {"dual_clip": float("inf")}
+
+
+def test_a_changed_argument_of_a_function_is_a_changed_source_unless_an_earlier_version_did_not_record_it():
+    config = settled(run_config())
+    config.algorithm.correction_fn = partial(both, first=truncated_token, second=opsm)
+    plain = json.loads(json.dumps(resolved(config)))
+    recorded = plain["algorithm"]["correction_fn"]
+    assert recorded_config(plain, "run")[1] == {} and len(recorded["argument_sha256"]) == 2
+    hashes = recorded["argument_sha256"]
+    recorded["argument_sha256"] = [hashes[0], "0"]
+    back, changed = recorded_config(plain, "run")
+    assert changed == {"algorithm.correction_fn.argument_sha256": ([hashes[0], "0"], hashes)}
+    assert back.algorithm.correction_fn.keywords == {"first": truncated_token, "second": opsm}
+    del recorded["argument_sha256"]
+    assert recorded_config(plain, "run")[1] == {}
 
 
 def test_what_cannot_be_read_back_is_a_sentence():

@@ -72,7 +72,7 @@ class Plan:
         now = self._content()
         changed = [name for name in ("arms", "seeds", "at") if before.get(name) != now[name]]
         pairs = {name: (before.get(name), now[name]) for name in changed}
-        config_changes = differences(before.get("config", {}), now["config"])
+        config_changes = differences(before["config"], now["config"]) if "config" in before else {}
         pairs |= {f"config {path}": pair for path, pair in config_changes.items() if path not in LABELS}
         if pairs:
             name, (before_value, value) = next(iter(pairs.items()))

@@ -9,6 +9,7 @@ import math
 from itertools import accumulate
 from typing import Any
 
+from torchtitan_rl.config.resolve import is_function
 from torchtitan_rl.metrics import PHASES, unit
 from torchtitan_rl.record.curves import final_evaluations
 from torchtitan_rl.tools.series import Series
@@ -270,8 +271,9 @@ def _as_text(value: Any) -> str:
 
 def _leaves(value: Any, path: str = "") -> list[tuple[str, Any]]:
     """(dotted path, value) of every field; a function counts by its name and the hash of its source."""
-    if isinstance(value, dict) and set(value) == {"function", "source_sha256"}:
-        return [(path, f"{value['function']} ({value['source_sha256']})")]
+    if is_function(value):
+        hashes = ", ".join([value["source_sha256"], *value.get("argument_sha256", [])])
+        return [(path, f"{value['function']} ({hashes})")]
     if not isinstance(value, dict) or not value:
         return [(path, value)] if path else []
     return [leaf for key, item in value.items() for leaf in _leaves(item, f"{path}.{key}" if path else str(key))]
