@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 
 from torchtitan_rl.algorithm.inputs import with_inputs
 from torchtitan_rl.algorithm.losses import LOG_RATIO_LIMIT
+from torchtitan_rl.algorithm.returns import episodes_of
 from torchtitan_rl.algorithm.soft_targets import with_soft_columns
 from torchtitan_rl.config.algorithm import DistillConfig
 from torchtitan_rl.types import Datum, ForwardBackwardOutput
@@ -60,7 +62,11 @@ def with_teacher(data: list[Datum], output: ForwardBackwardOutput, config: Disti
     if config.divergence == "top_k":
         shares = [config.coef * logprobs.exp() for logprobs in output.top_logprobs]
         return with_soft_columns(data, list(zip(output.top_tokens, shares, strict=True)))
-    teacher_advantages = [_teacher_advantages(datum, config) for datum in data]
+    teacher_advantages: list[list[float]] = [[]] * len(data)
+    for members in episodes_of(data):
+        episode = [data[i] for i in members]
+        for i, numbers in zip(members, _teacher_advantages(episode, config), strict=True):
+            teacher_advantages[i] = numbers
     # A baseline. Far from the teacher every advantage is negative: lowering sampled tokens would raise all others.
     baseline = sum(map(math.fsum, teacher_advantages)) / max(1, sum(map(len, teacher_advantages)))
     advantages = [
@@ -70,11 +76,16 @@ def with_teacher(data: list[Datum], output: ForwardBackwardOutput, config: Disti
     return with_inputs(data, advantages=advantages)
 
 
-def _teacher_advantages(datum: Datum, config: DistillConfig) -> list[float]:
-    """The advantage of each trained token, from the datum's `sampling_logprobs` and `teacher_logprobs`."""
-    trained = datum.loss_inputs["loss_mask"] > 0
-    student, teacher = (datum.loss_inputs[name][trained].tolist() for name in ("sampling_logprobs", "teacher_logprobs"))
-    return token_advantages(student, teacher, coef=config.coef, discount=config.discount)
+def _teacher_advantages(episode: list[Datum], config: DistillConfig) -> list[list[float]]:
+    """Of each of a rollout's datums the advantages of its trained tokens, from their `sampling_logprobs` and
+    `teacher_logprobs`."""
+    masks = [datum.loss_inputs["loss_mask"] > 0 for datum in episode]
+    student, teacher = (
+        torch.cat([datum.loss_inputs[name][mask] for datum, mask in zip(episode, masks, strict=True)]).tolist()
+        for name in ("sampling_logprobs", "teacher_logprobs")
+    )
+    advantages = iter(token_advantages(student, teacher, coef=config.coef, discount=config.discount))
+    return [list(islice(advantages, int(mask.sum()))) for mask in masks]
 
 
 def _advantages(datum: Datum, trained_advantages: list[float], add: bool) -> torch.Tensor:

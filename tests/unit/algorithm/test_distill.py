@@ -76,6 +76,17 @@ def test_a_teachers_log_ratio_less_its_mean_takes_the_place_of_the_advantage_or_
     assert changed.loss_inputs["advantages"].tolist() == want
 
 
+def test_a_discount_reaches_from_a_datum_back_to_those_before_it_of_the_same_rollout():
+    data = [datum(), datum(), datum()]
+    for one, place in zip(data, (0, 1, 0), strict=True):
+        one.rollout = place
+    changed = with_teacher(data, None, DistillConfig(discount=0.5))
+    # Every datum's differences are 0.5 and -1.5. From the last token back: 1.5, -(0.5 - 1.5 / 2) = 0.25,
+    # -(-1.5 - 0.25 / 2) = 1.625, -(0.5 - 1.625 / 2) = 0.3125; all six less their mean.
+    want = torch.tensor([[0.3125, 1.625], [0.25, 1.5], [0.25, 1.5]])
+    assert torch.equal(torch.stack([one.loss_inputs["advantages"][1:] for one in changed]), want - want.mean())
+
+
 def test_the_teacher_is_asked_for_what_the_divergence_needs():
     assert teacher_request(None) == {}
     assert teacher_request(DistillConfig(divergence="top_k", top_k=5)) == {"top_k": 5}
