@@ -23,13 +23,16 @@ def to_datums(groups: list[RolloutGroup], config: AlgorithmConfig) -> list[Datum
     """One datum per run of turns that extend each other, in order, with token weights by `config.reduction`. A run in
     which no turn has credit (algorithm/credit.py) has no datum, unless the whole rollout has none: then it is masked.
 
-    Fills `group.advantages`: with valid precomputed advantages (algorithm/precomputed.py), else with the estimator's.
-    Raises ValueError for a reward that is not finite, or when the estimator gives anything but one finite advantage per
-    rollout, or when `config.credit_fn` gives anything but one finite number per turn.
+    Sets `group.precomputed`, and fills `group.advantages`: with valid precomputed advantages
+    (algorithm/precomputed.py), else with the estimator's. Raises ValueError for a reward that is not finite, or when
+    the estimator gives anything but one finite advantage per rollout, or when `config.credit_fn` gives anything but one
+    finite number per turn.
     """
     turns = [turn for group in groups for rollout in group.rollouts for turn in rollout.turns]
     carries = config.precomputed_advantages == "require" or any(turn.advantages is not None for turn in turns)
     carried = use_precomputed(groups, config) if carries else {}
+    for index, group in enumerate(groups):
+        group.precomputed = index in carried
     for rollout, unneeded in ((rollout, group.precomputed) for group in groups for rollout in group.rollouts):
         # Some estimators turn even an infinite reward into a finite advantage. Precomputed advantages need no reward.
         if not (unneeded if rollout.reward is None else math.isfinite(rollout.reward)):

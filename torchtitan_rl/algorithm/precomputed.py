@@ -110,7 +110,7 @@ def drop_stale(rollouts: list[Rollout], policy_version: int) -> None:
     for rollout in rollouts:
         for index, turn in enumerate(rollout.turns):
             carries = turn.advantages is not None or turn.soft_targets is not None
-            if carries and (version := computed_for(turn)) < policy_version:
+            if carries and (version := computed_for(turn)) is not None and version < policy_version:
                 stale.append(f"turn {index} of rollout {rollout.id}, of version {version}")
                 turn.advantages = turn.soft_targets = None
     if stale:
@@ -126,13 +126,11 @@ def drop_stale(rollouts: list[Rollout], policy_version: int) -> None:
 def use_precomputed(groups: list[RolloutGroup], config: AlgorithmConfig) -> dict[int, list[list[list[float]]]]:
     """Index of a group -> its valid precomputed advantages, `[rollout][turn][token]`; other groups are absent.
 
-    Sets `group.precomputed` of every group. In groups with precomputed advantages sets `group.advantages`, one per
-    rollout, the mean over its tokens.
+    In groups with precomputed advantages sets `group.advantages`, one per rollout, the mean over its tokens.
     """
     advantages = {}
     for index, group in enumerate(groups):
         own = precomputed_advantages(group, config)
-        group.precomputed = own is not None
         if own is not None:
             numbers = [[number for turn in turns for number in turn] for turns in own]
             group.advantages = [
@@ -169,14 +167,15 @@ def precomputed_advantages(group: RolloutGroup, config: AlgorithmConfig) -> list
     return None
 
 
-def computed_for(turn: Turn) -> int:
+def computed_for(turn: Turn) -> int | None:
     """The policy version that a turn's advantages and soft targets were computed for.
 
-    `turn.advantages_version` where it is set, else the newest version that sampled a token of the turn.
+    `turn.advantages_version` where it is set, else the newest version that sampled a token of the turn; None: no token
+    of it was sampled, and there is nothing that can be too old.
     """
     if turn.advantages_version is not None:
         return turn.advantages_version
-    return max(turn.completion.policy_versions, default=0)
+    return max(turn.completion.policy_versions, default=None)
 
 
 def turn_advantages(turn: Turn) -> list[float]:

@@ -169,6 +169,22 @@ def test_old_tokens_weighed_anew_are_fresh():
     assert weighed_at(pair(2.0, 3.0, version=1, advantages_version=2), 2) == [[2.0, 2.0], [3.0]]
 
 
+def test_a_turn_without_a_sampled_token_is_of_every_version(caplog):
+    made = group(
+        rollout("0/0/0", turn([5], [8, 9], version=3, advantages=2.0), reward=1.0),
+        rollout("0/0/1", turn([5], [7], version=3, advantages=2.0), turn([5, 7, 6], [], advantages=[]), reward=0.0),
+    )
+    assert weighed_at(made, 3) == [[2.0, 2.0], [2.0, 0.0]] and caplog.messages == []
+
+
+def test_advantages_that_are_taken_away_again_count_no_more():
+    made = pair(2.0, 3.0)
+    assert weighed(made) == [[2.0, 2.0], [3.0]] and made.precomputed
+    for emptied in made.rollouts:
+        emptied.turns[0].advantages = None
+    assert weighed(made) == ESTIMATED and not made.precomputed
+
+
 def test_require_refuses_what_auto_would_warn_of():
     assert weighed(pair(2.0, 3.0), "require") == [[2.0, 2.0], [3.0]]
     for made in (pair(None, None), pair(2.0, None), pair([2.0], 1.0), pair(math.nan, 1.0), group()):
