@@ -170,7 +170,7 @@ class Checkpoints:
             table.rotate()
             try:
                 await asyncio.to_thread(table.seal, self.run_dir.checksums)
-            except (OSError, RuntimeError) as error:  # no room, or a line that something else has damaged
+            except (OSError, RuntimeError, ValueError) as error:  # no room, or a line that something else has damaged
                 logger.warning("table=%s: stays as JSON lines until the next checkpoint: %s", name, error)
         await asyncio.to_thread(self.run_dir.checksums.note, self.run_dir.metrics_file)
 
