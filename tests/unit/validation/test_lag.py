@@ -40,6 +40,7 @@ def reinforce(inputs):
         presets.gmpo(),
         presets.vespo(),
         presets.dppo(correction_fn=corrections.opsm, correction_config={"delta": 0.1}),
+        presets.asynchronous(correction_fn=corrections.reject_geometric),
         presets.grpo(loss_fn=losses.dro, loss_config={"beta": 0.1}),
         presets.grpo(loss_fn=reinforce, recompute_logprobs_per_batch=True, correction_fn=corrections.truncated_token),
     ],
