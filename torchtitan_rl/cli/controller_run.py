@@ -55,6 +55,7 @@ async def run_controller(
     `start` is `Controller.launch` with all arguments bound but `hosts` and `backend`.
     """
     from torchtitan_rl.cli.summary import next_command
+    from torchtitan_rl.dispatch.role_mesh import WorkerLost
     from torchtitan_rl.types.ends import PREEMPTED_STATUS, Ended, Preempted
 
     controller, hosts, args.final = None, None, True  # only a failure may be mended by a restart
@@ -92,6 +93,8 @@ async def run_controller(
         status = fail(text)
         if controller and args.verb in _TRAINS:
             say(f"see why: {next_command('diagnose', controller.run_dir.path)}", event="next")
+        if controller and not isinstance(error, WorkerLost):
+            await controller.checkpoints.finish_at_end()  # while the ranks that write it live
         return status
     finally:
         if controller and args.hosts:

@@ -116,6 +116,16 @@ class Checkpoints:
             self._writing = None
             self._record(line)  # here and not in `_write`: the place of the line must not depend on the disk
 
+    async def finish_at_end(self) -> None:
+        """Waits as `finish` does, for a run that ends: `call_timeout_s` at most. What goes wrong is logged."""
+        try:
+            async with asyncio.timeout(self.config.controller.call_timeout_s):
+                await self.finish()
+        except Exception as error:
+            logger.warning("checkpoint: the one that was being written as the run ended is not complete: %r", error)
+        finally:
+            self._writing = None
+
     async def require_written(self) -> None:
         """Waits as `finish` does. Raises RuntimeError when the last checkpoint could not be written."""
         await self.finish()

@@ -282,6 +282,7 @@ class Controller(AbstractAsyncContextManager):
             stack.callback(attempts.unlock, self.run_dir)
             stack.callback(self.recorder.close)
             stack.push_async_callback(self.launcher.stop)
+            stack.push_async_callback(self.checkpoints.finish_at_end)  # while the ranks that write it live
             if self.gateway is not None:
                 stack.push_async_callback(self.gateway.close)
             stack.callback(self.generator.close)  # first: a call in flight would report its generator as lost
