@@ -166,26 +166,26 @@ async def evaluate(
 
     async def attempt_all(n: int, temperature: float) -> list[_TaskAttempts]:
         """Attempts each task n times."""
-        results = await asyncio.gather(
-            *(
-                running(
-                    "play rollouts",
-                    run_attempts(
-                        workflow,
-                        task,
-                        dataclasses.replace(policy(temperature), altered=altered),
-                        n,
-                        group_id=f"{label}/{task.id}",
-                        seed=seed,
-                        reward=family,
-                        reward_timeout_s=config.reward_timeout_s,
-                        retrying=None if failures is None else partial(failures.retrying, counts=failed),
-                    ),
-                )
-                for task in tasks
+        calls = (
+            run_attempts(
+                workflow,
+                task,
+                dataclasses.replace(policy(temperature), altered=altered),
+                n,
+                group_id=f"{label}/{task.id}",
+                seed=seed,
+                reward=family,
+                reward_timeout_s=config.reward_timeout_s,
+                retrying=None if failures is None else partial(failures.retrying, counts=failed),
             )
+            for task in tasks
         )
-        all_attempts = [_TaskAttempts(*pair) for pair in zip(tasks, results, strict=True)]
+        try:
+            async with asyncio.TaskGroup() as group:
+                playing = [group.create_task(running("play rollouts", call)) for call in calls]
+        except ExceptionGroup as failure:
+            raise failure.exceptions[0] from None  # the run reports one error, and the siblings have ended
+        all_attempts = [_TaskAttempts(task, played.result()) for task, played in zip(tasks, playing, strict=True)]
         for attempts in all_attempts:
             _fill_rewards(f"{label}/{attempts.task.id}", attempts.rollouts)
             failed["failure/attempts"] += n - len(attempts.rollouts)
@@ -269,6 +269,12 @@ class Evaluations:
         """`families` has the task family of each of `controller.eval_sets`, by name."""
         self.config, self.family, self.families = config, family, families
         self.player, self.recorder = player, recorder
+
+    async def evaluate_named(self, name: str, step: int, *, version: int | None = None) -> Evaluation:
+        """The evaluation of one of `controller.evaluation_names`. `version` samples; None: the newest."""
+        if name == "validation":
+            return await self.evaluate_split("validation", step, version=version)
+        return await self.evaluate_set(name, step, version=version)
 
     async def evaluate_split(
         self, split: Split, step: int, *, num_tasks: int | None = None, pass_at_k: int = 0, version: int | None = None

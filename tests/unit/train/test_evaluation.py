@@ -1,5 +1,6 @@
 """What an evaluation reports, worked out by hand for a policy whose right answers are counted out."""
 
+import asyncio
 import json
 import random
 from collections import Counter
@@ -235,6 +236,20 @@ async def test_a_workflow_that_fails_takes_its_attempt_alone():
     line = (await evaluation(failures=failures, workflow=fails_at_two, num_samples=4)).metrics()
     # b, c and d are right in the first samples, and the sampler does not count what was not asked.
     assert line["eval/avg_at_4"] == (0 + 1 + 2 + 3) / 16 and line["failure/workflow"] == line["failure/attempts"] == 4
+
+
+async def test_after_an_attempt_that_ends_the_run_its_siblings_end_too():
+    played = []
+
+    async def workflow(task, policy, *, rollout_id, seed):
+        if task.prompt == "a":
+            raise RuntimeError("the tool is gone")
+        await asyncio.sleep(0.01)
+        played.append(task.prompt)
+
+    with pytest.raises(RuntimeError, match="the tool is gone"):
+        await evaluation(workflow=workflow)
+    assert asyncio.all_tasks() == {asyncio.current_task()} and played == []
 
 
 async def test_failures_of_an_evaluation_are_not_those_of_the_next_batch():
