@@ -26,7 +26,7 @@ def summary_rows(controller: Controller, report: dict[str, Evaluation], curve: P
         phase = "before reinforcement" if config.num_steps else "at the end"
         rows.append((f"pass@{config.pass_at_k} {phase} (validation)", f"{warm.pass_at_k:.3f}"))
     phase = "after reinforcement" if config.num_steps else "at the end"
-    for name in ("validation", *config.eval_sets):
+    for name in config.evaluation_names:
         rows.append((f"greedy accuracy {phase} ({name})", _accuracy(report[name])))
     rows.append((f"greedy accuracy {phase} (test, looked at once)", _accuracy(report["test"])))
     if controller.ended_early:

@@ -146,6 +146,11 @@ class ControllerConfig:
     reward_timeout_s: Annotated[float, Gt(0), Hint("use seconds")] = 30.0
     """Seconds that the rewards of one group, or one answer of an environment, may take."""
 
+    @property
+    def evaluation_names(self) -> list[str]:
+        """The evaluations between steps, in their order: on the run's own validation tasks, then `eval_sets`."""
+        return ["validation", *self.eval_sets]
+
 
 @dataclass(kw_only=True, slots=True)
 class RoleConfig:

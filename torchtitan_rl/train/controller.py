@@ -271,7 +271,7 @@ class Controller(AbstractAsyncContextManager):
             # The engines take the steps since the last load again, and what was asked in them is asked again: also for
             # groups and evaluations that had ended by the checkpoint.
             played = []
-            self.state.make_due(["validation", *self.config.controller.eval_sets])
+            self.state.make_due(self.config.controller.evaluation_names)
             self.generator.answer_from(recorded.answers)
         for note in self.lagged.resume(self.state.draws, played):
             self.recorder.record(Note(text=note))
@@ -319,19 +319,26 @@ class Controller(AbstractAsyncContextManager):
         config, state, has_warm_start = self.config.controller, self.state, self.config.supervised.num_steps > 0
         if state.phase in ("start-up", "supervised") and has_warm_start:
             await self.supervise()
+            if self.config.preference is not None:
+                state.phase, state.phase_step = "preference", 0
+                await self._save_or_stop(due=False)
         if state.phase != "reinforcement":
             if self.config.preference is not None:
                 await self.prefer()
             state.phase, state.phase_step = "reinforcement", 0
-            if config.checkpoint_every or self._until == 0:
-                await self.checkpoints.save()
-        if reason := self._until_reason():
+            await self._save_or_stop(due=config.checkpoint_every > 0)
+        if reason := self._until_reason():  # of a run that is resumed there
             await self.checkpoints.require_written()
             raise Preempted(reason)
         if state.warm_start is None:
             warm_start = await self.evaluate("validation", pass_at_k=config.pass_at_k if has_warm_start else 0)
             await self.evaluate_sets()
             state.warm_start = warm_start.summary_data()
+        if self.overlapped_evaluations is None:  # else the due ones begin with the first batch
+            for name in config.evaluation_names:
+                if name in state.evaluations_due:
+                    await self._evaluation_now(name)
+            state.evaluations_due = []
         try:
             end_early(config, state, self.recorder)  # a run that is resumed may have ended
             await self.reinforce()
@@ -341,7 +348,7 @@ class Controller(AbstractAsyncContextManager):
         report = {"warm start": Evaluation(**state.warm_start)}
         if state.before_preference is not None:
             report["before preference"] = Evaluation(**state.before_preference)
-        for name in ("validation", *config.eval_sets):
+        for name in config.evaluation_names:
             report[name] = await self._evaluation_now(name)
         report["test"] = await self.evaluate("test")
         await self.checkpoints.require_written()
@@ -457,7 +464,10 @@ class Controller(AbstractAsyncContextManager):
                 recorder.advance(phase, state.step - previous_step, text=f"reward {line['reward/mean']:.3f}")
                 if state.step < num_steps:
                     if _passed(config.controller.eval_every, previous_step, state.step):
-                        await self.evaluate_all()
+                        if self.stop.reason(step_goes_on=True):
+                            state.evaluations_due = config.controller.evaluation_names  # the resumed run makes them
+                        else:
+                            await self.evaluate_all()
                     await self._between_steps(previous_step)
 
     async def train_on(self, groups: list[RolloutGroup], sampled: list[RolloutGroup] | None = None) -> dict:
@@ -529,10 +539,14 @@ class Controller(AbstractAsyncContextManager):
             await self.weights.set_teacher(self.policy_version)
 
     async def _between_steps(self, since: int) -> None:
-        """Writes a checkpoint where one fell due after step `since` of the phase. Raises Preempted or the run's
-        failure, after a checkpoint, where the run is to stop."""
+        """Writes a checkpoint where one fell due after step `since` of the phase. Raises as `_save_or_stop` does."""
+        await self._save_or_stop(due=_passed(self.config.controller.checkpoint_every, since, self.state.phase_step))
+
+    async def _save_or_stop(self, *, due: bool) -> None:
+        """Writes a checkpoint where one is due. Raises Preempted or the run's failure, after a checkpoint, where the
+        run is to stop."""
         reason = self.stop.reason() or self._until_reason()
-        if reason or _passed(self.config.controller.checkpoint_every, since, self.state.phase_step):
+        if reason or due:
             await self.checkpoints.save()
         if reason:
             await self.checkpoints.require_written()
@@ -582,9 +596,7 @@ class Controller(AbstractAsyncContextManager):
         made unless it has been: before the first step, or before a rule of `controller.stop` ended the phase."""
         if (result := self.state.evaluation_now(name)) is not None:
             return Evaluation(**result)
-        if name == "validation":
-            return await self.evaluate("validation")
-        evaluation = await self.evaluations.evaluate_set(name, self.state.step)
+        evaluation = await self.evaluations.evaluate_named(name, self.state.step)
         self._note_evaluations({name: evaluation})
         return evaluation
 

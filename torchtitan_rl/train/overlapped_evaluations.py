@@ -39,17 +39,19 @@ class OverlappedEvaluations:
         """Seconds that the last `finish` waited."""
 
     async def begin(self) -> None:
-        """Begins the evaluations after the present step. Raises EarlyEnd as `begin_due` does."""
+        """Begins the evaluations after the present step, once those that have begun are made. Raises EarlyEnd as
+        `begin_due` does, and what an evaluation raises."""
+        await self.finish()
         self._end_early()
-        self._state.evaluations_due = ["validation", *self._config.eval_sets]
+        self._state.evaluations_due = self._config.evaluation_names
         self._start()
 
     def begin_due(self) -> None:
         """Before a batch: begins the evaluations that a checkpoint says are due. Raises EarlyEnd where the results so
         far say so."""
         self._end_early()
-        evaluations = ("validation", *self._config.eval_sets)  # the config may have lost a set since the checkpoint
-        self._state.evaluations_due = [name for name in self._state.evaluations_due if name in evaluations]
+        names = self._config.evaluation_names  # the config may have lost a set since the checkpoint
+        self._state.evaluations_due = [name for name in self._state.evaluations_due if name in names]
         if self._state.evaluations_due and self._task is None:
             self._start()
 
@@ -84,12 +86,7 @@ class OverlappedEvaluations:
     async def _evaluate(self, version: int, step: int) -> None:
         try:
             for name in list(self._state.evaluations_due):
-                own = name == "validation"
-                result = await (
-                    self._evaluations.evaluate_split("validation", step, version=version)
-                    if own
-                    else self._evaluations.evaluate_set(name, step, version=version)
-                )
+                result = await self._evaluations.evaluate_named(name, step, version=version)
                 # No `await` between the line of the result and this: a checkpoint has both or neither.
                 self._state.note_evaluation(name, step, result.summary_data())
                 self._state.evaluations_due.remove(name)

@@ -51,11 +51,13 @@ class StopRequest:
         """Makes the run stop after the present step."""
         self.requested_reason = reason
 
-    def reason(self) -> str:
+    def reason(self, *, step_goes_on: bool = False) -> str:
         """Why the run is to stop now; empty if it may go on. Call once after each step: the time since the last call is
-        the length of a step."""
+        the length of a step. `step_goes_on`: asks within a step, before its evaluations, and ends no step."""
         now = self._clock()
-        step_s, self._last = now - self._last, now
+        step_s = now - self._last
+        if not step_goes_on:
+            self._last = now
         if self.failure or self.requested_reason:
             return str(self.failure or self.requested_reason)
         over = (limit for limit, end in self._limits.items() if now + step_s > end)

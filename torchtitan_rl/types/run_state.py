@@ -44,7 +44,8 @@ class RunState:
     newest_evaluations: dict[str, dict] = field(default_factory=dict)
     """Name of an evaluation -> `step`, and `result`: the newest one of that name, see `Evaluation.summary_data`."""
     evaluations_due: list[str] = field(default_factory=list)
-    """With a lag: the evaluations after step `step` that are not made yet, such as `validation`."""
+    """The evaluations after step `step` that are not made yet, such as `validation`: with a lag, or where the run was
+    asked to stop before them."""
     num_requests: int = 0
     """The requests that this attempt's sampling client had sent when the checkpoint was written: the place of the
     checkpoint in the attempt's schedule."""

@@ -59,9 +59,9 @@ def check_stop(controller: ControllerConfig) -> None:
 
 
 def _check_evaluation(where: str, name: str, controller: ControllerConfig) -> None:
-    evaluations = ("validation", *controller.eval_sets)
-    if name not in evaluations:
-        raise ValueError(f"{where}={name!r}: is no evaluation of this run; use one of {', '.join(evaluations)}")
+    names = controller.evaluation_names
+    if name not in names:
+        raise ValueError(f"{where}={name!r}: is no evaluation of this run; use one of {', '.join(names)}")
 
 
 def _check_effect(stop: StopConfig) -> None:

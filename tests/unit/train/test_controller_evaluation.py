@@ -1,7 +1,9 @@
 """The evaluations a controller makes, with a sampler in place of its generators."""
 
+import asyncio
 import dataclasses
 import json
+from functools import partial
 
 import pytest
 
@@ -9,17 +11,20 @@ from tests.kit.run_config import run_config
 from tests.kit.sampler import FunctionSampler
 from torchtitan_rl import Run
 from torchtitan_rl.cli import evaluate, main
+from torchtitan_rl.config.preference import PreferenceConfig
 from torchtitan_rl.config.run import EvalSetConfig
 from torchtitan_rl.launch.actors import ActorLauncher
 from torchtitan_rl.launch.backend import Stack
 from torchtitan_rl.record.recorder import Recorder
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.record.run_dir_writer import RunDirWriter
+from torchtitan_rl.rollout.draws import Batch
 from torchtitan_rl.tasks.letter_sort import LetterSort
 from torchtitan_rl.tasks.mixture import Mixture, MixtureSource
 from torchtitan_rl.tasks.pass_rate_filter import PassRateFilter, read_pass_rates, write_pass_rates
 from torchtitan_rl.train.controller import Controller
 from torchtitan_rl.train.start import read_inputs
+from torchtitan_rl.types.ends import Preempted
 from torchtitan_rl.types.run_state import RunState
 from torchtitan_rl.validation.run import validate
 
@@ -155,6 +160,78 @@ async def test_mistakes_of_eval_are_refused_before_anything_starts(config, tmp_p
     with pytest.raises(ValueError, match=message):
         await run_eval(config, tmp_path, monkeypatch, *flags)
     assert not (tmp_path / "run").exists()
+
+
+def stopping(controller, monkeypatch):
+    """What a controller does that trains nothing, whose checkpoints are the evaluations that are due."""
+    log = []
+
+    async def train_on(groups, sampled):
+        controller.state.step = controller.state.phase_step = controller.state.step + 1
+        log.append(f"step {controller.state.step}")
+        return {
+            "step": controller.state.step,
+            "phase": "reinforcement",
+            "reward/mean": 0.0,
+            "tokens/trained": 1,
+            "tokens/generated": 1,
+        }
+
+    async def save(**arguments):
+        log.append(["checkpoint", *controller.state.evaluations_due])
+        return controller.run_dir.path
+
+    async def nothing():
+        return Batch(groups=[])
+
+    for part, names in {controller: ("publish", "supervise"), controller.batches: ("next_batch", "cancel")}.items():
+        for name in names:
+            monkeypatch.setattr(part, name, nothing)
+    monkeypatch.setattr(controller, "train_on", train_on)
+    monkeypatch.setattr(controller.checkpoints, "save", save)
+    monkeypatch.setattr("torchtitan_rl.train.controller.step_line", lambda line, num_steps: "")
+    return log
+
+
+def evaluated(controller):
+    lines = controller.run_dir.read_metrics()
+    return [(line["eval/name"], line["step"]) for line in lines if line["phase"] == "evaluation"]
+
+
+async def test_a_run_that_is_to_stop_leaves_its_evaluations_to_the_resumed_one(config, tmp_path, monkeypatch):
+    config.controller.num_steps, config.controller.eval_every = 4, 2
+    config.controller.checkpoint_every = 0
+    controller = controller_of(config, tmp_path / "first")
+    controller.state.phase, controller.state.warm_start = "reinforcement", {}
+    log = stopping(controller, monkeypatch)
+    controller.stop.ask("SIGTERM")
+    controller.state.step = 1
+    with pytest.raises(Preempted, match="SIGTERM"):
+        await controller.train()
+    assert log == ["step 2", ["checkpoint", "validation", "pairs", "seen"]] and evaluated(controller) == []
+
+    saved = json.loads(json.dumps(dataclasses.asdict(controller.state)))
+    resumed = controller_of(config, tmp_path / "resumed")
+    resumed.state = RunState(**saved)
+    stopping(resumed, monkeypatch)
+    resumed.run_dir.write_config({})
+    monkeypatch.setattr(resumed, "reinforce", partial(asyncio.sleep, 0))
+    resumed.state.warm_start = (await resumed.evaluations.evaluate_split("validation", 0)).summary_data()
+    await resumed.train()
+    names = ["letter_sort", "pairs", "seen"]
+    assert evaluated(resumed)[1:4] == [(name, 2) for name in names] and resumed.state.evaluations_due == []
+
+
+async def test_a_run_that_is_asked_to_stop_in_the_last_step_of_a_phase_stops_there(config, tmp_path, monkeypatch):
+    config.supervised.num_steps, config.task.pairs = 2, True
+    for preference, place in ((None, ("reinforcement", 0)), (PreferenceConfig(num_steps=1), ("preference", 0))):
+        config.preference = preference
+        controller = controller_of(config, tmp_path / place[0])
+        log = stopping(controller, monkeypatch)
+        controller.stop.ask("SIGTERM")
+        with pytest.raises(Preempted, match="SIGTERM"):
+            await controller.train()
+        assert log == [["checkpoint"]] and (controller.state.phase, controller.state.phase_step) == place
 
 
 async def test_after_an_early_end_no_evaluation_is_made_twice_at_a_step(config, tmp_path):

@@ -31,10 +31,7 @@ class Run:
         self.versions.served += 1
         return self.versions.served
 
-    async def evaluate_split(self, split, step, *, version):
-        return await self.evaluate_set(split, step, version=version)
-
-    async def evaluate_set(self, name, step, *, version):
+    async def evaluate_named(self, name, step, *, version):
         if name == "hard":
             await self.done.wait()
         if self.error:
@@ -55,6 +52,15 @@ async def test_the_publication_waits_and_the_result_belongs_to_the_step_before()
     assert await publishing == 8 and run.made == [("validation", 4, 7), ("hard", 4, 7)]
     assert run.state.evaluations_due == [] and run.state.accuracies["hard"] == {"4": 0.5}
     assert await run.publish() == 9 and run.versions.holds == []
+
+
+async def test_evaluations_that_begin_before_a_publication_wait_for_those_before():
+    run = Run()
+    await run.beside.begin()
+    asyncio.get_running_loop().call_later(0.01, run.done.set)
+    await run.beside.begin()
+    assert await run.publish() == 8 and run.versions.holds == [] and run.state.evaluations_due == []
+    assert run.made == 2 * [("validation", 4, 7), ("hard", 4, 7)]
 
 
 async def test_a_resumed_run_makes_the_evaluations_that_are_due_and_no_other():

@@ -24,6 +24,16 @@ def test_the_last_step_that_fits_into_the_limit_is_taken(monkeypatch):
     assert stop.reason() == ""  # 280 s + 10 s
 
 
+def test_evaluations_after_a_step_count_as_part_of_it(monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
+    clock = Clock(1000.0)
+    stop = StopRequest(0.1, clock=clock)  # 360 s
+    clock.now += 100
+    assert stop.reason(step_goes_on=True) == ""
+    clock.now += 90
+    assert stop.reason() == "controller.max_hours=0.1 leaves no time for another step"  # 190 s + 190 s
+
+
 def test_the_end_of_a_slurm_job_is_a_limit(monkeypatch):
     monkeypatch.setenv("SLURM_JOB_END_TIME", "1100")
     clock = Clock(5.0)
