@@ -34,8 +34,8 @@ def check_lag_settings(config: RunConfig) -> None:
         for name in ("recompute_logprobs_per_batch", "recompute_logprobs_per_minibatch")
         if getattr(algorithm, name)
     ]
-    # Weights correct the ratio, rejections bound it; `opsm` leaves out what a negative advantage would push further, and
-    # lets every other ratio be.
+    # Weights correct the ratio and rejections bound it; `opsm` leaves out what a negative advantage would push further,
+    # and does neither.
     if recomputed and unwrapped(algorithm.correction_fn) not in (None, corrections.opsm):
         return
     for name in recomputed:
