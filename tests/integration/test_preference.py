@@ -111,7 +111,7 @@ def meshes(loop, tmp_path_factory):
 
 
 async def gradient_of_phase(trainer: PairTrainer, data) -> torch.Tensor:
-    _, derivative = pairs.pair_loss(await trainer.numbers(data), trainer.loss_fn)
+    _, derivative = pairs.pair_loss(await trainer.scores(data), trainer.loss_fn)
     weighted, token_sum = trainer.weighted(data, derivative)
     await trainer.client.forward_backward(weighted, token_sum, temperature=1.0)
     return await taken(trainer.client)
@@ -171,11 +171,11 @@ def test_a_reward_model_tells_pairs_apart_that_it_has_not_seen(loop, meshes):
     train, steps, batch = sequences("train", 60 * 16, **letters), 60, 32
 
     async def learned():
-        before = pairs.pair_metrics(await trainer.numbers(unseen), 1.0)
+        before = pairs.pair_metrics(await trainer.scores(unseen), 1.0)
         split = []
         for step in range(steps):
             data = trainer.datums(train[step * batch : (step + 1) * batch])
-            _, derivative = pairs.pair_loss(await trainer.numbers(data), trainer.loss_fn)
+            _, derivative = pairs.pair_loss(await trainer.scores(data), trainer.loss_fn)
             weighted, token_sum = trainer.weighted(data, derivative)
             if step == steps - 1:
                 split = [
@@ -184,7 +184,7 @@ def test_a_reward_model_tells_pairs_apart_that_it_has_not_seen(loop, meshes):
                 ]
             await trainer.client.forward_backward(weighted, token_sum)
             await trainer.client.optim_step(OptimParams(lr=3e-3))
-        return before, pairs.pair_metrics(await trainer.numbers(unseen), 1.0), split
+        return before, pairs.pair_metrics(await trainer.scores(unseen), 1.0), split
 
     before, after, split = loop.run_until_complete(learned())
     assert before["rewards/margin"] == before["rewards/accuracy"] == 0  # the head starts at 0

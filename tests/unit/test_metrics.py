@@ -198,7 +198,7 @@ def test_about_95_of_100_intervals_hold_the_true_mean(kind, num_samples, num_tas
     ],
 )
 def test_pass_at_k(n, c, k, expected):
-    assert intervals.pass_at_k(n, c, k) == expected
+    assert intervals.chance_of_one(n, c, k) == expected
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_pass_at_k(n, c, k, expected):
 )
 def test_pass_at_k_refuses_impossible_counts(n, c, k, message):
     with pytest.raises(ValueError, match=message):
-        intervals.pass_at_k(n, c, k)
+        intervals.chance_of_one(n, c, k)
 
 
 def output(num_tokens, loss=0.5, **sums):

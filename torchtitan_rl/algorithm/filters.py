@@ -50,7 +50,7 @@ def filtered(
         if all(rollout.masked for rollout in group.rollouts):
             counts["filter/overlong_groups"] += 1
             left_out.append(dataclasses.replace(group, left_out="overlong"))
-        elif filters.zero_variance and all_equal(group.rewards) and not _weighs_itself(group, config):
+        elif filters.zero_variance and all_equal(group.rewards) and not _has_precomputed(group, config):
             counts["filter/zero_variance_groups"] += 1
             left_out.append(dataclasses.replace(group, left_out="zero_variance"))
         else:
@@ -81,7 +81,7 @@ def _longest(rollout: Rollout) -> int:
     return max(len(turn.completion.tokens) for turn in rollout.turns)
 
 
-def _weighs_itself(group: RolloutGroup, config: AlgorithmConfig) -> bool:
+def _has_precomputed(group: RolloutGroup, config: AlgorithmConfig) -> bool:
     if config.precomputed_advantages == "ignore":
         return False
     return scan(group).verdict is Verdict.ALL

@@ -11,7 +11,7 @@ from torchtitan_rl.algorithm.returns import episodes_of
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.types import Datum
 
-__all__ = ["MAX_ERROR", "adapted", "rollout_kls"]
+__all__ = ["MAX_ERROR", "adapted_coef", "rollout_kls"]
 
 MAX_ERROR = 0.2
 """The largest relative error that one batch counts with."""
@@ -33,7 +33,7 @@ def rollout_kls(data: list[Datum]) -> list[float]:
     return kls
 
 
-def adapted(coef: float, kls: list[float], config: AlgorithmConfig) -> float:
+def adapted_coef(coef: float, kls: list[float], config: AlgorithmConfig) -> float:
     """The coefficient of the next batch (Ziegler et al., arXiv:1909.08593, section 2.2): coef x (1 + e n / horizon), n
     the number of rollouts and e = mean KL / target - 1, held within +-0.2. `kls` is `rollout_kls` of this batch, which
     trained with `coef`; without a rollout the coefficient stays."""

@@ -101,7 +101,7 @@ class Checkpoints:
             content = dataclasses.asdict(state)
             content |= {"finished": played, "random": random_states(), "metrics_bytes": self.run_dir.metrics_size()}
         except (OSError, RuntimeError) as error:
-            await _still(staged)
+            await _wait_for_writers(staged)
             self._record(self._failed(path, state.phase_step, error))
             return path
         stage_s = time.perf_counter() - began
@@ -156,7 +156,7 @@ class Checkpoints:
             self._failure = str(error)
             return {}
         except (OSError, RuntimeError) as error:
-            await _still(parts)
+            await _wait_for_writers(parts)
             return self._failed(path, content["phase_step"], error)
         self._failure = ""
         write_s = time.perf_counter() - began
@@ -205,7 +205,7 @@ class Checkpoints:
             logger.warning("metrics: a line could not be written: %s", error)
 
 
-async def _still(roles: Iterable[TrainingClient]) -> None:
+async def _wait_for_writers(roles: Iterable[TrainingClient]) -> None:
     """Waits until no thread of these roles writes any more, well or not: files that appear while a directory is deleted
     would stay, and a rank that still writes refuses the next checkpoint."""
     await asyncio.gather(*(role.checkpoint_written() for role in roles), return_exceptions=True)

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
-from torchtitan_rl.algorithm.entropy_control import acting, adapted
+from torchtitan_rl.algorithm.entropy_control import adapted_coef, bonus_factor
 from torchtitan_rl.config.algorithm import AlgorithmConfig, EntropyControlConfig
 from torchtitan_rl.types.run_state import RunState
 
@@ -27,15 +27,15 @@ class AdaptiveEntropy:
         """`algorithm` with the factor of the entropy bonus of the batch that comes next."""
         coef = self._state.entropy_coef
         assert coef is not None
-        return dataclasses.replace(algorithm, entropy_coef=acting(coef, self._state.batch_entropy, self._control))
+        return dataclasses.replace(algorithm, entropy_coef=bonus_factor(coef, self._state.batch_entropy, self._control))
 
     def adapt(self, line: dict[str, Any]) -> dict[str, float]:
         """Changes the coefficient after a batch, by the metrics of its steps. Returns the batch's metric: the factor
         that it trained with. A batch without a trained token, or without a finite entropy, changes nothing."""
         coef, entropy = self._state.entropy_coef, line.get("policy/entropy", math.nan)
         assert coef is not None
-        metric = {"policy/entropy_coef": acting(coef, self._state.batch_entropy, self._control)}
+        metric = {"policy/entropy_coef": bonus_factor(coef, self._state.batch_entropy, self._control)}
         if line["tokens/trained"] and math.isfinite(entropy):
-            self._state.entropy_coef = adapted(coef, entropy, self._control)
+            self._state.entropy_coef = adapted_coef(coef, entropy, self._control)
             self._state.batch_entropy = entropy
         return metric

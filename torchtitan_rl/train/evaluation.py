@@ -24,8 +24,7 @@ from torchtitan_rl.tasks.family import TaskFamily, source_of
 from torchtitan_rl.tasks.offline import unread_data, without_download
 from torchtitan_rl.tasks.pass_rate_filter import PassRate, prompt_hash
 from torchtitan_rl.tasks.reward_parts import part_means
-from torchtitan_rl.train.intervals import pass_at_k as chance_of_one
-from torchtitan_rl.train.intervals import score_interval
+from torchtitan_rl.train.intervals import chance_of_one, score_interval
 from torchtitan_rl.types import Rollout, RolloutGroup, Task
 from torchtitan_rl.types.completions import changes
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from statistics import NormalDist, fmean
 
-__all__ = ["score_interval", "pass_at_k"]
+__all__ = ["score_interval", "chance_of_one"]
 
 
 def score_interval(
@@ -57,7 +57,7 @@ def _design_effect(scores: list[float], added: float) -> float:
     return 1 - within / (mean * (1 - mean))
 
 
-def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+def chance_of_one(num_samples: int, num_correct: int, k: int) -> float:
     """Probability that one of k samples is correct, estimated without bias from n >= k samples, c of them correct.
 
     1 - C(n-c, k) / C(n, k): Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1.

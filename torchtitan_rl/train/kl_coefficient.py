@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from statistics import fmean
 
-from torchtitan_rl.algorithm.kl_control import adapted, rollout_kls
+from torchtitan_rl.algorithm.kl_control import adapted_coef, rollout_kls
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.types import Datum
 from torchtitan_rl.types.run_state import RunState
@@ -31,5 +31,5 @@ class AdaptiveKL:
         its mean KL of a rollout."""
         coef, kls = self._state.kl_coef, rollout_kls(data)
         assert coef is not None
-        self._state.kl_coef = adapted(coef, kls, self._config)
+        self._state.kl_coef = adapted_coef(coef, kls, self._config)
         return {"policy/kl_coef": coef, "policy/rollout_kl": fmean(kls) if kls else 0.0}

@@ -98,7 +98,7 @@ def ratios_by_age(trained: Sequence[Trained], groups: list[RolloutGroup], public
     `Datum.rollout`, its turns by `Datum.turns`. Sequences with several targets a token are left out.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    age = ages(publications)
+    age_of_version = ages(publications)
     counted = [(datum, logprobs_T) for datum, logprobs_T in trained if logprobs_T.dim() == 1]
     if not counted:
         return {}
@@ -108,7 +108,7 @@ def ratios_by_age(trained: Sequence[Trained], groups: list[RolloutGroup], public
         age_of_token += [_NONE] * len(datum)
         for index, start, length in datum.turns:
             versions = rollouts[datum.rollout].turns[index].completion.policy_versions
-            age_of_token[first + start : first + start + length] = [age[version] for version in versions]
+            age_of_token[first + start : first + start + length] = [age_of_version[version] for version in versions]
     sampled_N = torch.cat([datum.loss_inputs["sampling_logprobs"] for datum, _ in counted])
     ratio_N = (torch.cat([logprobs_T for _, logprobs_T in counted]) - sampled_N).exp()
     age_N = torch.tensor(age_of_token)

@@ -54,7 +54,7 @@ class PairTrainer:
         and of the rejected completion of each pair in turn."""
         return (pairs.scored_datums if self.config.role == "policy" else pairs.value_datums)(sequences)
 
-    async def numbers(self, data: list[Datum]) -> torch.Tensor:
+    async def scores(self, data: list[Datum]) -> torch.Tensor:
         """What the loss is a function of, one number per datum, float64 (N,): log-ratios to the reference, or values.
         One forward pass of each model; those of two models overlap."""
         if self.config.role != "policy":
@@ -100,7 +100,7 @@ async def prefer(
         for step in range(state.phase_step, preference.num_steps):
             with recorder.span("step") as span:
                 data = trainer.datums(player.pairs(source.next(preference.batch_size)))
-                numbers_N, score_s = await with_seconds_since(span.began, trainer.numbers(data))
+                numbers_N, score_s = await with_seconds_since(span.began, trainer.scores(data))
                 loss, derivative_N = pairs.pair_loss(numbers_N, loss_fn)
                 if not torch.isfinite(derivative_N).all():  # the step counts as bad by its loss; datums hold numbers
                     derivative_N = torch.zeros_like(derivative_N)
@@ -145,7 +145,7 @@ async def _validation_metrics(trainer: PairTrainer, family: TaskFamily, player: 
     """Loss and accuracy on the first pairs of the validation split, which never train."""
     size, num_pairs = family.num_tasks("validation"), trainer.config.eval_pairs
     tasks = [family.task("validation", index) for index in range(num_pairs if size is None else min(size, num_pairs))]
-    numbers_N = await trainer.numbers(trainer.datums(player.pairs(tasks)))
+    numbers_N = await trainer.scores(trainer.datums(player.pairs(tasks)))
     loss, _ = pairs.pair_loss(numbers_N, trainer.loss_fn)
     accuracy = pairs.pair_metrics(numbers_N, trainer.reward_scale)["rewards/accuracy"]
     return {"rewards/validation_loss": loss, "rewards/validation_accuracy": accuracy}

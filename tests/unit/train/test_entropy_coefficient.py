@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.unit.algorithm.test_objective import loss_and_gradient, mismatched
-from torchtitan_rl.algorithm.entropy_control import acting, adapted
+from torchtitan_rl.algorithm.entropy_control import adapted_coef, bonus_factor
 from torchtitan_rl.algorithm.losses import importance_sampling
 from torchtitan_rl.config.algorithm import AlgorithmConfig, EntropyControlConfig
 from torchtitan_rl.train.entropy_coefficient import AdaptiveEntropy
@@ -31,11 +31,11 @@ CONFIG = AlgorithmConfig(entropy_coef=0.5, entropy_control=CONTROL)
     ],
 )
 def test_the_coefficient_goes_up_below_the_target_and_down_above(coef, entropy, expected):
-    assert adapted(coef, entropy, CONTROL) == expected
+    assert adapted_coef(coef, entropy, CONTROL) == expected
 
 
 def test_the_bonus_acts_after_a_batch_that_was_not_above_the_target():
-    assert [acting(0.5, entropy, CONTROL) for entropy in (None, 0.1, 0.5, 0.6)] == [0.5, 0.5, 0.5, 0.0]
+    assert [bonus_factor(0.5, entropy, CONTROL) for entropy in (None, 0.1, 0.5, 0.6)] == [0.5, 0.5, 0.5, 0.0]
 
 
 def line(entropy, trained=10):

@@ -10,7 +10,7 @@ import torch
 from tests.kit.rollouts import group, rollout, turn
 from torchtitan_rl.algorithm.datums import to_datums
 from torchtitan_rl.algorithm.inputs import with_inputs
-from torchtitan_rl.algorithm.kl_control import adapted, rollout_kls
+from torchtitan_rl.algorithm.kl_control import adapted_coef, rollout_kls
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.train.kl_coefficient import AdaptiveKL
 from torchtitan_rl.types.run_state import RunState
@@ -50,7 +50,7 @@ def test_the_kl_of_a_rollout_is_the_sum_over_its_trained_tokens():
     ],
 )
 def test_the_coefficient_goes_where_the_kl_is_not(kls, factor):
-    assert adapted(0.5, kls, CONFIG) == pytest.approx(0.5 * factor, rel=1e-14)
+    assert adapted_coef(0.5, kls, CONFIG) == pytest.approx(0.5 * factor, rel=1e-14)
 
 
 class AdaptiveKLController:
@@ -69,7 +69,7 @@ def test_it_is_zieglers_controller_over_many_batches():
     config = dataclasses.replace(CONFIG, kl_target=6.0, kl_horizon=10_000)
     for _ in range(200):
         kls = (rng.normal(size=64) + rng.normal(5, 4)).tolist()
-        coef = adapted(coef, kls, config)
+        coef = adapted_coef(coef, kls, config)
         theirs.update(np.mean(kls), len(kls))
     assert coef == pytest.approx(theirs.value, rel=1e-12) and coef != 0.2
 
