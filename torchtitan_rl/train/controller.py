@@ -228,36 +228,42 @@ class Controller(AbstractAsyncContextManager):
         if hf_weights is None:
             await check_reward(config, inputs.family)
         attached = hosts is not None and hosts.attached  # paths are absolute then: other hosts work elsewhere
-        if recorded is None:
-            run_dir, resumption = resume.open_run(config, resume_from, absolute=attached)
-        else:
-            run_dir, resumption = resume.open_copy(config, recorded.checkpoint, absolute=attached)
-        recorder = listeners.recorder_of(
-            config, run_dir, inputs.tokenizer.decode, progress, debugger=run_backend.in_this_process
-        )
-        for note in resumption.notes if resumption is not None else ():
-            recorder.record(Note(text=note))
-        schedules: Schedules | None = None
-        if config.record.schedule and run_backend.has_engines and hf_weights is None:
-            schedules = _schedules(config, run_dir, run_backend, recorded)
-        launcher = run_backend.launcher(config, hosts, str(run_dir.path / "logs"), schedules)
-        if schedules is not None:
-            machine = environment(backend, shares_cores=not (run_backend.in_this_process or attached))
-            write_environment(Path(schedules.directory), machine | {"after_load": schedules.after_load})
-        with recorder.span("starting trainer, generators and store", expected_s=15, shown=True):
-            async with stopped_on_failure(launcher, run_dir, recorder):
-                stack = await start(config, inputs, launcher, run_dir.path / "model", hf_weights)
-                state = None
-                if resumption is not None and resumption.checkpoint is not None:
-                    state = resume.state_of(resumption)
-                device_name = run_backend.device_name(hosts)
-                controller = cls(config, inputs, run_dir, recorder, stack, state, device_name, recorded)
-                recorder.record(GeneratorStarted(client=stack.generator))
-                controller.gateway = await open_gateway(config)
-                if state is not None:
-                    await controller._restore(resumption, recorded)
-                elif hf_weights is None:
-                    await controller.publish()
+        async with AsyncExitStack() as on_failure:
+            if recorded is None:
+                run_dir, resumption = resume.open_run(config, resume_from, absolute=attached)
+            else:
+                run_dir, resumption = resume.open_copy(config, recorded.checkpoint, absolute=attached)
+            on_failure.callback(attempts.unlock, run_dir)
+            recorder = listeners.recorder_of(
+                config, run_dir, inputs.tokenizer.decode, progress, debugger=run_backend.in_this_process
+            )
+            on_failure.callback(recorder.close)
+            for note in resumption.notes if resumption is not None else ():
+                recorder.record(Note(text=note))
+            schedules: Schedules | None = None
+            if config.record.schedule and run_backend.has_engines and hf_weights is None:
+                schedules = _schedules(config, run_dir, run_backend, recorded)
+            launcher = run_backend.launcher(config, hosts, str(run_dir.path / "logs"), schedules)
+            if schedules is not None:
+                machine = environment(backend, shares_cores=not (run_backend.in_this_process or attached))
+                write_environment(Path(schedules.directory), machine | {"after_load": schedules.after_load})
+            with recorder.span("starting trainer, generators and store", expected_s=15, shown=True):
+                async with stopped_on_failure(launcher, recorder):
+                    stack = await start(config, inputs, launcher, run_dir.path / "model", hf_weights)
+                    state = None
+                    if resumption is not None and resumption.checkpoint is not None:
+                        state = resume.state_of(resumption)
+                    device_name = run_backend.device_name(hosts)
+                    controller = cls(config, inputs, run_dir, recorder, stack, state, device_name, recorded)
+                    recorder.record(GeneratorStarted(client=stack.generator))
+                    controller.gateway = await open_gateway(config)
+                    if controller.gateway is not None:
+                        on_failure.push_async_callback(controller.gateway.close)
+                    if state is not None:
+                        await controller._restore(resumption, recorded)
+                    elif hf_weights is None:
+                        await controller.publish()
+            on_failure.pop_all()  # the controller closes them
         return controller
 
     async def _restore(self, resumption: resume.Resumption, recorded: RecordedAttempt | None) -> None:

@@ -14,9 +14,7 @@ from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.launch.backend import Launcher, Stack
 from torchtitan_rl.model.files import assets_dir, load_tokenizer, pad_token_id, write_model_dir
 from torchtitan_rl.model.shape import resolve_shape
-from torchtitan_rl.record import attempts
 from torchtitan_rl.record.recorder import Recorder
-from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.record.status import note_end
 from torchtitan_rl.record.user_code import error_text
 from torchtitan_rl.rollout.pair_tokens import check_pair
@@ -108,21 +106,16 @@ async def start(
 
 
 @asynccontextmanager
-async def stopped_on_failure(launcher: Launcher, run_dir: RunDir, recorder: Recorder) -> AsyncIterator[None]:
-    """Stops the meshes that have started, tells the recorder that the run has ended, and unlocks the run's directory,
-    when the block fails or is interrupted."""
+async def stopped_on_failure(launcher: Launcher, recorder: Recorder) -> AsyncIterator[None]:
+    """Stops the meshes that have started when the block fails or is interrupted; a failure is recorded."""
     try:
         yield
     except asyncio.CancelledError:
         launcher.kill()  # an interrupt does not wait
         if launcher.attached:  # `kill` ends no process there
             await launcher.stop()
-        recorder.close()
-        attempts.unlock(run_dir)
         raise
     except Exception as error:
         await launcher.stop()
         note_end(recorder, "run_failed", error_text(error))
-        recorder.close()
-        attempts.unlock(run_dir)
         raise
