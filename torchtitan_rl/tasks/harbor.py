@@ -13,11 +13,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tomllib
-from contextlib import suppress
 from pathlib import Path
 
 __all__ = ["main"]
@@ -53,7 +51,11 @@ def main(task: str, *agent: str) -> None:
 
 
 def _run(command: list[str], settings: dict, places: dict[str, str]) -> None:
+    """Runs the agent or, with `places`, the tests. Every process that they started has ended when this returns."""
+    from process_tree import adopt_orphans, kill_descendants  # beside this file, which runs as a script
+
     variables = {name: str(value) for name, value in settings.get("env", {}).items()}
+    adopt_orphans()
     try:
         process = subprocess.Popen(command, env=os.environ | variables | places, process_group=0)
     except OSError as error:
@@ -63,9 +65,10 @@ def _run(command: list[str], settings: dict, places: dict[str, str]) -> None:
     except subprocess.TimeoutExpired:
         status = 0  # an agent that is late has done what it has done, and tests that are late have no reward
     finally:
-        with suppress(ProcessLookupError):  # nothing that it has begun goes on beside what follows
-            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
         process.wait()
+        # What it has begun, in sessions of their own too: nothing writes a reward beside the tests.
+        kill_descendants(process.pid)
     if status and not places:
         sys.exit(f"harbor: {command[0]!r} ended with status {status}")
 

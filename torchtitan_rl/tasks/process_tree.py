@@ -29,7 +29,17 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:  # the module takes longer to import than all others here
     from typing import NoReturn
 
-__all__ = ["FAILED", "STOP", "command_line", "descendants", "main", "parents", "supervised"]
+__all__ = [
+    "FAILED",
+    "STOP",
+    "adopt_orphans",
+    "command_line",
+    "descendants",
+    "kill_descendants",
+    "main",
+    "parents",
+    "supervised",
+]
 
 STOP = signal.SIGUSR2
 """Tells a supervisor to kill everything below it and to end. A scheduler sends SIGTERM to every process of a run and
@@ -76,6 +86,11 @@ def supervised(parent: int) -> None:
     _supervise(child)
 
 
+def adopt_orphans() -> None:
+    """Has Linux give this process each process below it whose parent ends, of whatever session."""
+    _call("prctl", _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
 def parents() -> dict[int, int]:
     """Process id -> id of its parent, for every process in /proc."""
     parent_of = {}
@@ -101,10 +116,33 @@ def descendants(pid: int, parents: dict[int, int]) -> list[int]:
     return below
 
 
+def kill_descendants(child: int) -> int | None:
+    """Kills every process below this one, which adopts orphans; the status of `child` if it is one of them. A process
+    that starts others while it is killed leaves them to this process, so they are killed in a later round."""
+    status, deadline = None, time.monotonic() + _KILL_S
+    while time.monotonic() < deadline:
+        try:
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                status = ended[1] if ended[0] == child else status
+        except ChildProcessError:  # there are no more
+            return status
+        for process in descendants(os.getpid(), parents()):
+            try:
+                os.kill(process, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        time.sleep(0.001)
+    try:
+        os.write(2, f"process_tree: processes below {os.getpid()} did not end within {_KILL_S:g} s\n".encode())
+    except OSError:  # nobody reads it any more
+        pass
+    return status
+
+
 def _begin(parent: int) -> set[int | signal.Signals]:
     """Makes this process a supervisor. Returns the signals that it blocked before."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED | _IGNORED)
-    _call("prctl", _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    adopt_orphans()
     _end_with(parent)
     return mask
 
@@ -135,7 +173,7 @@ def _supervise(child: int, report: int | None = None) -> NoReturn:
     status = None
     while status is None and signal.sigwait(_WAITED) != STOP:
         status = _reaped(child)
-    killed = _kill_below(child)
+    killed = kill_descendants(child)
     status = killed if status is None else status
     if report is not None:
         status = _reported(report) or status
@@ -168,29 +206,6 @@ def _reaped(child: int) -> int | None:
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             status = ended[1] if ended[0] == child else status
     except ChildProcessError:  # there are no more
-        pass
-    return status
-
-
-def _kill_below(child: int) -> int | None:
-    """Kills every process below this one; the status of `child` if it is one of them. A process that starts others
-    while it is killed leaves them to this process, so they are killed in a later round."""
-    status, deadline = None, time.monotonic() + _KILL_S
-    while time.monotonic() < deadline:
-        try:
-            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                status = ended[1] if ended[0] == child else status
-        except ChildProcessError:  # there are no more
-            return status
-        for process in descendants(os.getpid(), parents()):
-            try:
-                os.kill(process, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-        time.sleep(0.001)
-    try:
-        os.write(2, f"process_tree: processes below {os.getpid()} did not end within {_KILL_S:g} s\n".encode())
-    except OSError:  # nobody reads it any more
         pass
     return status
 

@@ -58,13 +58,14 @@ async def test_a_reward_of_several_numbers(tmp_path):
     assert (rollout.reward, rollout.reward_parts) == (0.75, {"right": 1.0, "short": 0.5})
 
 
-async def test_rewards_and_tests_that_an_agent_wrote_do_not_count(tmp_path):
-    forging = """
+@pytest.mark.parametrize("new_session", [False, True])
+async def test_rewards_and_tests_that_an_agent_wrote_do_not_count(tmp_path, new_session):
+    forging = f"""
 import os, pathlib, subprocess
 ours = pathlib.Path(os.environ["TMPDIR"])
-(ours / "harbor-logs" / "verifier" / "reward.json").write_text('{"reward": 1.0}')
+(ours / "harbor-logs" / "verifier" / "reward.json").write_text('{{"reward": 1.0}}')
 (ours / "harbor-tests").mkdir()
-subprocess.Popen("sleep 1; echo late > late", shell=True)
+subprocess.Popen("sleep 1; echo late > late", shell=True, start_new_session={new_session})
 """
     agent = (*AGENT[:1], "-c", f"{forging}\nimport runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0])")
     script = "sleep 2; (test -e late && echo 1 || echo 0) > $HARBOR_LOGS/verifier/reward.txt"
