@@ -130,12 +130,19 @@ _servers: dict[str, tuple[subprocess.Popen, str]] = {}
 """Server -> its process and URL."""
 _start_again_at: dict[str, float] = {}
 """Server that did not answer -> the time of `time.monotonic` from which it is started again."""
-# The pipe closes when this process ends, whatever it ends of. The package's server raises whenever a client leaves,
-# which uvicorn would tell at every episode.
+# The pipe closes when this process ends, whatever it ends of; a scheduler sends SIGTERM to every process of a run and
+# means the controller. SIG_IGN would be inherited by programs that the server starts. The package's server raises
+# whenever a client leaves, which uvicorn would tell at every episode.
 _SERVE = """
-import os, sys, threading, uvicorn
+import signal
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, lambda *_: None)
+import contextlib, os, sys, threading, uvicorn
 threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
-uvicorn.run(sys.argv[1], host="127.0.0.1", port=int(sys.argv[2]), log_level="critical")
+class Server(uvicorn.Server):
+    def capture_signals(self):
+        return contextlib.nullcontext()
+Server(uvicorn.Config(sys.argv[1], host="127.0.0.1", port=int(sys.argv[2]), log_level="critical")).run()
 """
 
 
@@ -145,7 +152,9 @@ def _started(server: str) -> tuple[subprocess.Popen, str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-c", _SERVE, server, str(port)]
-    process = subprocess.Popen(command, env=_environment(), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command, env=_environment(), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
+    )
     atexit.register(process.kill)
     url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + _START_S
     while time.monotonic() < deadline and process.poll() is None:

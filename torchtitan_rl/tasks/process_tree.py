@@ -243,6 +243,9 @@ def main(arguments: list[str]) -> NoReturn:
 
 def _become(command: list[str]) -> NoReturn:
     """Replaces this process by a command; one that cannot be started has status 127."""
+    # Python ignores the first two, and an actor the last: a command would inherit that.
+    for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
     try:
         os.execvp(command[0], command)
     except OSError as error:

@@ -1,10 +1,13 @@
 """An OpenEnv environment behind its own server, played through the gateway."""
 
+import os
 import random
+import signal
 import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -68,6 +71,32 @@ def test_a_server_that_does_not_start_is_an_error_and_is_not_waited_for_again(mo
     monkeypatch.setattr(openenv, "_started", lambda server: pytest.fail("was started again"))
     with pytest.raises(RuntimeError, match="did not answer; start it by hand"):
         served("no_such_module_of_anybody:app")
+
+
+APP = """
+async def app(scope, receive, send):
+    if scope["type"] == "http":
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"well"})
+"""
+
+
+def test_signals_that_mean_the_controller_do_not_end_a_server(tmp_path, monkeypatch):
+    (tmp_path / "signalled_server.py").write_text(APP)
+    monkeypatch.syspath_prepend(tmp_path)
+    url = served("signalled_server:app")
+    process, _ = openenv._servers.pop("signalled_server:app")
+    try:
+        assert os.getsid(process.pid) == process.pid  # out of reach of a terminal's Ctrl-C
+        for number in (signal.SIGTERM, signal.SIGINT):
+            process.send_signal(number)
+        time.sleep(0.5)
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=10) as answer:
+            assert answer.read() == b"well"
+        process.stdin.close()
+        assert process.wait(10) == 0
+    finally:
+        process.kill()
 
 
 ORPHAN = """

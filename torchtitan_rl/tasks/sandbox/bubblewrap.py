@@ -36,6 +36,9 @@ __all__ = ["Bubblewrap", "problem", "visible"]
 logger = logging.getLogger(__name__)
 
 _START_S = 30.0
+_WITHOUT_SIGNALS = ("/bin/sh", "-c", 'trap "" TERM INT; exec "$@"', "sh")
+"""Starts bwrap, and with it process 1, with SIGTERM and SIGINT ignored: a scheduler or a terminal sends them to every
+process of a run and means the controller."""
 _ROOT_DIRECTORIES = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _ENVIRONMENT = {"PATH": f"{sys.prefix}/bin:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "LANG": "C.UTF-8"}
 _ETC = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "localtime", "mime.types", "ssl/certs")
@@ -92,6 +95,7 @@ class Bubblewrap:
                 f"inside.main({number})"
             )
             line = [
+                *_WITHOUT_SIGNALS,
                 *_command_line(paths, filter_file.fileno(), disk_bytes=limits.disk_bytes),
                 *(sys.executable, "-I", "-S", "-c", code),
             ]
@@ -103,6 +107,7 @@ class Bubblewrap:
                     stderr=asyncio.subprocess.PIPE,
                     env={},
                     pass_fds=[number, filter_file.fileno()],
+                    start_new_session=True,
                 )
             except OSError as error:
                 ours.close()

@@ -206,7 +206,7 @@ def _become(request: "dict[str, Any]", settings: "dict[str, Any]", out: int, err
         for descriptor, number in ((os.open(os.devnull, os.O_RDONLY), 0), (out, 1), (err, 2)):
             os.dup2(descriptor, number)
         os.closerange(3, _OPEN_FILES)
-        for number in (_signal.SIGPIPE, _signal.SIGXFSZ, _signal.SIGINT):
+        for number in (_signal.SIGPIPE, _signal.SIGXFSZ, _signal.SIGINT, _signal.SIGTERM):
             _signal.signal(number, _signal.SIG_DFL)  # process 1 ignores them
         directory = os.path.normpath(os.path.join(DIRECTORY, request["cwd"]))
         os.makedirs(directory, exist_ok=True)

@@ -1,6 +1,8 @@
 """Sandboxes of both kinds: files in, commands, files out; and what a machine without bubblewrap is answered."""
 
+import asyncio
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -66,6 +68,19 @@ async def test_a_command_over_a_limit_is_killed_and_says_which(small, script, ti
         assert done.limit == limit and len(done.stdout) <= 65536
         assert (await sandbox.run(["true"], timeout_s=20)).status == 0  # the next one is not held to account
     assert time.monotonic() - began < 20
+
+
+async def test_signals_that_mean_the_controller_do_not_end_a_sandbox_but_end_a_command(small):
+    async with small.open() as sandbox:
+        running = asyncio.create_task(sandbox.run(["sleep", "1"], timeout_s=20))
+        if isinstance(sandbox, bubblewrap.Bubblewrap):
+            await asyncio.sleep(0.3)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                sandbox._process.send_signal(number)
+        assert (await running).status == 0
+        for number in (signal.SIGTERM, signal.SIGPIPE):
+            ended = await sandbox.run(["sh", "-c", f"kill -{int(number)} $$; sleep 1"], timeout_s=20)
+            assert ended.status == -number
 
 
 async def test_a_command_that_is_none_has_status_127(small):
