@@ -60,7 +60,14 @@ _IGNORED = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 
 def command_line(
-    directory: str, command: list[str], *, cwd: str, isolated: bool, memory_bytes: int = 0, file_bytes: int = 0
+    directory: str,
+    command: list[str],
+    *,
+    cwd: str,
+    isolated: bool,
+    memory_bytes: int = 0,
+    file_bytes: int = 0,
+    started: int = -1,
 ) -> list[str]:
     """The command line of a supervisor, which the calling thread has to start and outlive. `directory` belongs to the
     command, which runs in `cwd`, the directory or one below it; with `isolated` it alone of its parent's directories is
@@ -68,12 +75,13 @@ def command_line(
 
     The kernel holds each process of the command to `memory_bytes` of address space and files of `file_bytes`; 0: no
     limit. The supervisor ends as the command does; with 127 and a sentence where the command cannot be started, with
-    FAILED and a sentence where its surroundings cannot be made.
+    FAILED and a sentence where its surroundings cannot be made. A command may end with these too: a byte is written to
+    `started`, a descriptor that the supervisor inherits and the command does not, once the surroundings are made.
     """
-    settings = (str(os.getpid()), directory, cwd, str(int(isolated)), str(memory_bytes), str(file_bytes))
+    settings = (os.getpid(), directory, cwd, int(isolated), memory_bytes, file_bytes, started)
     # By an import, because Python compiles a script anew each time that it runs.
     start = f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r}); import process_tree as p; p.main(sys.argv)"
-    return [sys.executable, "-I", "-S", "-c", start, *settings, *command]
+    return [sys.executable, "-I", "-S", "-c", start, *map(str, settings), *command]
 
 
 def supervised(parent: int) -> None:
@@ -212,8 +220,10 @@ def _reaped(child: int) -> int | None:
 
 def main(arguments: list[str]) -> NoReturn:
     """A supervisor's process, with the arguments that `command_line` makes."""
-    _, parent, directory, cwd, isolated, memory_bytes, file_bytes, *command = arguments
-    mask, report = _begin(int(parent)), None
+    _, parent, directory, cwd, isolated, memory_bytes, file_bytes, number, *command = arguments
+    mask, report, started = _begin(int(parent)), None, int(number)
+    if started >= 0:
+        os.set_inheritable(started, False)
     if int(isolated):
         _own_namespaces()
         _end_with(int(parent))
@@ -225,17 +235,21 @@ def main(arguments: list[str]) -> NoReturn:
             if int(isolated):
                 _own_view(directory)
                 if (grandchild := os.fork()) != 0:
+                    _close(started)
                     _first_process(grandchild, writing)
                 os.setsid()  # the command may stop its own group, and must not stop process 1 with it
             os.chdir(cwd)
             for kind, limit in ((resource.RLIMIT_AS, memory_bytes), (resource.RLIMIT_FSIZE, file_bytes)):
                 _limit(kind, int(limit))
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            if started >= 0:
+                os.write(started, b"+")
             _become(command)
         except BaseException as error:
             print(f"{command[0]!r} cannot be started: {error}", file=sys.stderr, flush=True)
         finally:
             os._exit(FAILED)
+    _close(started)  # a command might find it in /proc
     if report is not None:
         os.close(writing)
     _supervise(child, report)
@@ -251,6 +265,12 @@ def _become(command: list[str]) -> NoReturn:
     except OSError as error:
         print(f"{command[0]!r} cannot be started: {error}", file=sys.stderr, flush=True)
         os._exit(127)
+
+
+def _close(descriptor: int) -> None:
+    """Closes a descriptor; -1: there is none."""
+    if descriptor >= 0:
+        os.close(descriptor)
 
 
 def _limit(kind: int, limit: int) -> None:

@@ -60,6 +60,9 @@ class SandboxConfig:
             if not 0 < (value := getattr(self, name)) < math.inf:
                 raise ValueError(f"sandbox.{name}={value}: allows nothing, or has no bound; use a number above 0")
 
+        if not isinstance(self.max_processes, int):
+            raise ValueError(f"sandbox.max_processes={self.max_processes}: is no whole number; use one above 0")
+
     @property
     def is_container(self) -> bool:
         return self.kind in ("docker", "podman")

@@ -24,7 +24,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, NoReturn
 
-__all__ = ["ANSWER", "DIRECTORY", "FIRST_USER", "LENGTH", "MOUNT", "NUM_USERS", "encoded", "main"]
+__all__ = ["ANSWER", "DIRECTORY", "FIRST_USER", "LENGTH", "MOUNT", "NOT_STARTED", "NUM_USERS", "encoded", "main"]
 
 DIRECTORY = "/tmp/sandbox"
 MOUNT = "/run/sandbox"
@@ -37,6 +37,9 @@ LENGTH = struct.Struct("!I")
 ANSWER = struct.Struct("!i3I")
 """A status, and the bytes of three parts, which follow: a text, two contents. The controller takes no pickles and the
 like from a sandbox."""
+
+NOT_STARTED = "not started"
+"""In the place of a limit: the surroundings of a command could not be made, and its standard error says why."""
 
 _LOOK_EVERY_S = 0.05
 _OPEN_FILES = 1024
@@ -153,11 +156,11 @@ def _announce(descriptor: int, port: int) -> None:
 def _run(channel: _Channel, settings: "dict[str, Any]", root: "_Root | None", request: "dict[str, Any]") -> None:
     """Runs one command, kills what it left, and sends how it ended."""
     killed_before = _killed_for_memory()
-    (out, out_end), (err, err_end) = os.pipe(), os.pipe()
+    (out, out_end), (err, err_end), (started, started_end) = os.pipe(), os.pipe(), os.pipe()
     if (child := os.fork()) == 0:
-        _become(request, settings, out_end, err_end)
-    os.close(out_end)
-    os.close(err_end)
+        _become(request, settings, out_end, err_end, started_end)
+    for descriptor in (out_end, err_end, started_end):
+        os.close(descriptor)
     written: dict[int, bytearray] = {out: bytearray(), err: bytearray()}
     limit = ""
     status: int | None = None
@@ -189,6 +192,9 @@ def _run(channel: _Channel, settings: "dict[str, Any]", root: "_Root | None", re
             pass
         os.close(descriptor)
     os.close(pidfd)
+    if not os.read(started, 1) and not limit:
+        limit = NOT_STARTED
+    os.close(started)
     whole = settings["output_bytes"]
     stdout = bytes(written[out][:whole])
     stderr = bytes(written[err][: whole - len(stdout)])
@@ -199,13 +205,15 @@ def _run(channel: _Channel, settings: "dict[str, Any]", root: "_Root | None", re
     channel.answer(status, limit, stdout, stderr)
 
 
-def _become(request: "dict[str, Any]", settings: "dict[str, Any]", out: int, err: int) -> "NoReturn":
-    """In a new process: becomes the command."""
+def _become(request: "dict[str, Any]", settings: "dict[str, Any]", out: int, err: int, started: int) -> "NoReturn":
+    """In a new process: becomes the command. Writes to `started` once its surroundings are made; from then on it fails
+    with status 127 as a command that cannot be executed."""
     try:
         os.setsid()
         for descriptor, number in ((os.open(os.devnull, os.O_RDONLY), 0), (out, 1), (err, 2)):
             os.dup2(descriptor, number)
-        os.closerange(3, _OPEN_FILES)
+        os.closerange(3, started)  # `started` closes when the command begins
+        os.closerange(started + 1, _OPEN_FILES)
         for number in (_signal.SIGPIPE, _signal.SIGXFSZ, _signal.SIGINT, _signal.SIGTERM):
             _signal.signal(number, _signal.SIG_DFL)  # process 1 ignores them
         directory = os.path.normpath(os.path.join(DIRECTORY, request["cwd"]))
@@ -226,8 +234,10 @@ def _become(request: "dict[str, Any]", settings: "dict[str, Any]", out: int, err
             _, hard = resource.getrlimit(kind)
             value = value if hard == resource.RLIM_INFINITY else min(value, hard)
             resource.setrlimit(kind, (value, value))
-        env = request["default_env"] | (_environment_of_image() if settings["container"] else {}) | request["env"]
-        os.execvpe(request["command"][0], request["command"], env | {"HOME": directory, "TMPDIR": directory})
+        env = request["default_env"] | (_environment_of_image() if settings["container"] else {})
+        env |= {"HOME": directory, "TMPDIR": directory} | request["env"]
+        os.write(started, b"+")
+        os.execvpe(request["command"][0], request["command"], env)
     except BaseException as error:
         os.write(2, f"{request['command'][0]!r} cannot be started: {error}\n".encode())
     finally:

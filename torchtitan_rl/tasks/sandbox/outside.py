@@ -49,6 +49,7 @@ class Process1:
 
     def __init__(self, channel: _Channel, door: _Door | None, env: Mapping[str, str]) -> None:
         self._channel, self._door, self._env = channel, door, env
+        self._one_request, self._cancelled = asyncio.Lock(), False
 
     @classmethod
     async def meet(
@@ -107,7 +108,10 @@ class Process1:
             "timeout_s": float(timeout_s),
         }
         status, limit, stdout, stderr = await self._ask(request, within_s=timeout_s + ANSWER_S)
-        return Finished(status=status, stdout=stdout, stderr=stderr, limit=limit)
+        finished = Finished(status=status, stdout=stdout, stderr=stderr, limit=limit)
+        if limit == inside.NOT_STARTED:
+            raise SandboxError(f"sandbox: the surroundings of {command[0]!r} cannot be made ({finished.tail()})")
+        return finished
 
     async def read(self, name: str, *, max_bytes: int) -> bytes | None:
         request = {"name": check_name(name), "max_bytes": max_bytes}
@@ -123,17 +127,21 @@ class Process1:
             await self._door.close()
 
     async def _ask(self, request: dict[str, Any], *, within_s: float) -> tuple[int, str, bytes, bytes]:
-        try:
-            async with asyncio.timeout(within_s):
-                return await self._channel.ask(request)
-        except asyncio.CancelledError:
-            self._channel.close()  # an answer of which half has been read
-            raise
-        except (EOFError, OSError, TimeoutError) as error:
-            self._channel.close()
-            raise SandboxError(
-                f"sandbox: gave no answer ({type(error).__name__}: {error}); its process 1 has ended or hangs"
-            ) from error
+        async with self._one_request:
+            if self._cancelled:
+                raise SandboxError("sandbox: is closed, because a call was cancelled; give `run` its timeout_s instead")
+            try:
+                async with asyncio.timeout(within_s):
+                    return await self._channel.ask(request)
+            except asyncio.CancelledError:
+                self._cancelled = True
+                self._channel.close()  # an answer of which half has been read
+                raise
+            except (EOFError, OSError, TimeoutError) as error:
+                self._channel.close()
+                raise SandboxError(
+                    f"sandbox: gave no answer ({type(error).__name__}: {error}); its process 1 has ended or hangs"
+                ) from error
 
 
 class _Channel:

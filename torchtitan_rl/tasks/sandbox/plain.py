@@ -22,6 +22,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 from torchtitan_rl.tasks import process_tree
 from torchtitan_rl.tasks.sandbox.sandbox import Finished, SandboxError, SandboxLimits, check_name
@@ -58,7 +59,7 @@ class Plain:
 
     def __init__(self, limits: SandboxLimits, *, isolated: bool) -> None:
         self.limits, self._isolated, self._mark = limits, isolated, uuid.uuid4().hex
-        self._directory = _directory()
+        self._directory, self._one_command = _directory(), asyncio.Lock()
         self.directory = str(self._directory)
 
     async def write(self, files: Mapping[str, bytes]) -> None:
@@ -79,6 +80,13 @@ class Plain:
             home.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise SandboxError(f"sandbox: cwd={cwd!r} cannot be made ({error.strerror}); name a directory") from error
+        async with self._one_command:
+            with tempfile.TemporaryFile() as started:
+                return await self._run(command, home, dict(env or {}), timeout_s, started)
+
+    async def _run(
+        self, command: Sequence[str], home: Path, env: dict[str, str], timeout_s: float, started: IO[bytes]
+    ) -> Finished:
         line = process_tree.command_line(
             self.directory,
             list(command),
@@ -86,15 +94,17 @@ class Plain:
             isolated=self._isolated,
             memory_bytes=self.limits.memory_bytes,
             file_bytes=self.limits.disk_bytes,
+            started=started.fileno(),
         )
         try:
             process = await asyncio.create_subprocess_exec(
                 *line,
                 cwd=home,
-                env=_environment() | {"HOME": str(home), "TMPDIR": str(home), _MARK: self._mark} | dict(env or {}),
+                env=_environment() | {"HOME": str(home), "TMPDIR": str(home), _MARK: self._mark} | env,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
+                pass_fds=[started.fileno()],
                 start_new_session=True,
             )
         except (OSError, ValueError) as error:
@@ -107,9 +117,12 @@ class Plain:
             limit = await self._watched(process, output, timeout_s)
         finally:
             await self._ended(process)
-        return Finished(
+        finished = Finished(
             status=process.returncode, stdout=bytes(output.stdout), stderr=bytes(output.stderr), limit=limit
         )
+        if not limit and not os.fstat(started.fileno()).st_size:
+            raise SandboxError(f"sandbox: the surroundings of {command[0]!r} cannot be made ({finished.tail()})")
+        return finished
 
     async def read(self, name: str, *, max_bytes: int = 2**20) -> bytes | None:
         path = self._below(check_name(name))

@@ -50,7 +50,8 @@ class Finished:
 
 
 class Sandbox(Protocol):
-    """A private directory and the commands that run in it, one at a time. `SandboxConfig.open` starts one.
+    """A private directory and the commands that run in it, one at a time: a second waits for the first. A call that is
+    cancelled may break the sandbox. `SandboxConfig.open` starts one.
 
     Implemented by `plain.Plain`, `bubblewrap.Bubblewrap`, `container.Container` and, for one on another host,
     `dispatch.remote_sandbox.RemoteSandbox`."""
@@ -69,9 +70,10 @@ class Sandbox(Protocol):
         self, command: Sequence[str], *, timeout_s: float, env: Mapping[str, str] | None = None, cwd: str = "."
     ) -> Finished:
         """Runs a command in `cwd` below `directory`, which is made where it does not exist, with nothing but `env`,
-        HOME and TMPDIR (both `cwd`), PATH, the language and what an image sets in its environment. Every process that
-        it started has ended when this returns. A command that cannot be started has status 127. Raises SandboxError for
-        a sandbox that has broken."""
+        HOME and TMPDIR (both `cwd` unless `env` has them), PATH, the language and what an image sets in its
+        environment. Every process that it started has ended when this returns. A command that cannot be started has
+        status 127. Raises SandboxError for a sandbox that has broken, and for surroundings that cannot be made: a
+        `cwd` that is a file, limits that the kernel refuses."""
 
     async def read(self, name: str, *, max_bytes: int = 2**20) -> bytes | None:
         """The content of a file below `directory`; None: there is none. Raises SandboxError for a link, for what is no

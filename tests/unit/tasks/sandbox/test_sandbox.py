@@ -105,10 +105,38 @@ async def test_what_cannot_be_executed_or_passed_on_has_status_127(small):
             assert done.status == 127 and b"cannot be started" in done.stdout + done.stderr, command[0]
 
 
-async def test_a_directory_that_is_a_file_is_refused():
-    async with SandboxConfig().open({"home": b""}) as sandbox:
-        with pytest.raises(SandboxError, match="cwd='home' cannot be made"):
+async def test_surroundings_that_cannot_be_made_are_the_sandboxs_failure_and_not_the_commands(small):
+    async with small.open({"home": b""}) as sandbox:
+        with pytest.raises(SandboxError, match="home"):
             await sandbox.run(["true"], timeout_s=20, cwd="home")
+        for status in (125, 127):
+            assert (await sandbox.run(["sh", "-c", f"exit {status}"], timeout_s=20)).status == status
+    async with SandboxConfig(kind=small.kind, memory_gib=2.0**40).open() as sandbox:  # more than the kernel can count
+        with pytest.raises(SandboxError, match="the surroundings of 'true' cannot be made"):
+            await sandbox.run(["true"], timeout_s=20)
+
+
+async def test_a_second_command_waits_for_the_first(small):
+    async with small.open() as sandbox:
+        script = "test ! -e busy && touch busy && sleep 0.3 && rm busy"
+        both = await asyncio.gather(*(sandbox.run(["sh", "-c", script], timeout_s=20) for _ in range(2)))
+        assert [done.status for done in both] == [0, 0]
+
+
+async def test_a_cancelled_call_breaks_a_sandbox_in_words():
+    if reason := bubblewrap.problem():
+        pytest.skip(f"no bubblewrap here: {reason}")
+    async with SandboxConfig(kind="bubblewrap").open() as sandbox:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(sandbox.run(["sleep", "20"], timeout_s=30), 0.3)
+        with pytest.raises(SandboxError, match="is closed, because a call was cancelled"):
+            await sandbox.run(["true"], timeout_s=20)
+
+
+async def test_variables_of_the_caller_come_first(small):
+    async with small.open() as sandbox:
+        done = await sandbox.run(["sh", "-c", "echo $HOME $TMPDIR"], timeout_s=20, env={"HOME": "/x"})
+    assert done.stdout.decode().split() == ["/x", sandbox.directory]
 
 
 @pytest.mark.parametrize("isolated", [False, True])
@@ -190,6 +218,7 @@ def test_a_machine_without_bubblewrap_is_told_what_to_install(monkeypatch):
         ({"kind": "bubblewrap", "image": "debian"}, "sandbox.image='debian': kind 'bubblewrap' runs no image"),
         ({"memory_gib": 0}, "sandbox.memory_gib=0: allows nothing"),
         ({"max_processes": -1}, "sandbox.max_processes=-1"),
+        ({"max_processes": 32 / 2}, "sandbox.max_processes=16.0: is no whole number"),
         ({"cpu_s": float("inf")}, "sandbox.cpu_s=inf"),
     ],
 )
