@@ -202,7 +202,7 @@ def _run(channel: _Channel, settings: "dict[str, Any]", root: "_Root | None", re
         limit = "output"
     if not limit and _killed_for_memory() > killed_before:
         limit = "memory"
-    channel.answer(status, limit, stdout, stderr)
+    channel.answer(-_signal.SIGKILL if limit else status, limit, stdout, stderr)
 
 
 def _become(request: "dict[str, Any]", settings: "dict[str, Any]", out: int, err: int, started: int) -> "NoReturn":

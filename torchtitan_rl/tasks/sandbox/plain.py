@@ -117,9 +117,8 @@ class Plain:
             limit = await self._watched(process, output, timeout_s)
         finally:
             await self._ended(process)
-        finished = Finished(
-            status=process.returncode, stdout=bytes(output.stdout), stderr=bytes(output.stderr), limit=limit
-        )
+        status = -signal.SIGKILL if limit else process.returncode
+        finished = Finished(status=status, stdout=bytes(output.stdout), stderr=bytes(output.stderr), limit=limit)
         if not limit and not os.fstat(started.fileno()).st_size:
             raise SandboxError(f"sandbox: the surroundings of {command[0]!r} cannot be made ({finished.tail()})")
         return finished

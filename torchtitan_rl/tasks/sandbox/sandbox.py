@@ -35,7 +35,7 @@ class Finished:
     """How a command ended. Example: `Finished(status=0, stdout=b"ok\\n", stderr=b"")`."""
 
     status: int
-    """Exit status; negative: the number of the signal that ended it."""
+    """Exit status; negative: the number of the signal that ended it, 9 at a limit."""
     stdout: bytes
     stderr: bytes
     """What it wrote; with `limit="output"`, what it wrote until then."""

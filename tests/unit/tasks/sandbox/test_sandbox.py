@@ -59,13 +59,17 @@ async def test_a_command_has_its_directory_and_no_environment_but_its_own(small,
 
 @pytest.mark.parametrize(
     "script, timeout_s, limit",
-    [("import time; time.sleep(60)", 0.5, "time"), ("while True: print('x' * 1000)", 20, "output")],
+    [
+        ("import time; time.sleep(60)", 0.5, "time"),
+        ("while True: print('x' * 1000)", 20, "output"),
+        ("print('x' * 65536)", 20, "output"),
+    ],
 )
 async def test_a_command_over_a_limit_is_killed_and_says_which(small, script, timeout_s, limit):
     began = time.monotonic()
     async with small.open() as sandbox:
         done = await sandbox.run([sys.executable, "-c", script], timeout_s=timeout_s)
-        assert done.limit == limit and len(done.stdout) <= 65536
+        assert (done.limit, done.status) == (limit, -9) and len(done.stdout) <= 65536
         assert (await sandbox.run(["true"], timeout_s=20)).status == 0  # the next one is not held to account
     assert time.monotonic() - began < 20
 
