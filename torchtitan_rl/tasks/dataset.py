@@ -102,7 +102,7 @@ class Dataset:
         loaded = {split: RowTasks(config, split, rows, name) for split, rows, name in _tables(config)}
         digest, keys = hashlib.blake2b(digest_size=8), {}
         for split, rows in loaded.items():
-            keys[split] = [_key(item, digest) for item in rows]
+            keys[split] = [_key(item, digest, rows.row_name(position)) for position, item in enumerate(rows)]
         self.digest = digest.hexdigest()
         """Hash of all prompts, answers, demonstrations and pairs."""
         drawn = {s: getattr(config, f"{s}_fraction") for s in SPLITS[1:] if s not in loaded}
@@ -165,16 +165,16 @@ class Dataset:
 
 def _tables(config: Dataset.Config) -> Iterator[tuple[str, Any, str]]:
     """(split, rows, their name for messages) of every split whose rows are given."""
-    chosen = {split: getattr(config, split) for split in SPLITS}
+    name_by_split = {split: getattr(config, split) for split in SPLITS}
     if config.data is None:
-        for split, path in chosen.items():
+        for split, path in name_by_split.items():
             if path is not None:
                 yield split, row_files.read_file(path, f"dataset.{split}"), path
         return
     data = config.data.data if isinstance(config.data, row_files.InMemory) else _returned(config.data)
     tables = data if isinstance(data, Mapping) else {config.train: data}
-    for split, name in chosen.items():
-        if name is None and split in tables and chosen["train"] != split:
+    for split, name in name_by_split.items():
+        if name is None and split in tables and split not in name_by_split.values():
             name = split
         if name is None:
             continue
@@ -206,15 +206,30 @@ def _returned(load: Any) -> Any:
         ) from error
 
 
-def _key(item: dict[str, Any], digest: Any) -> int:
-    """Hash of an item's prompt; adds the item to `digest`."""
-    prompt = json.dumps(item["prompt"], sort_keys=True)
+def _key(item: dict[str, Any], digest: Any, row_name: str) -> int:
+    """Hash of an item's prompt; adds the item to `digest`. Raises ValueError for an item that has no hash which is the
+    same in every process: a run with it could not be resumed."""
     parts = [item["answer"], item["demonstration"]]
     if item["chosen"] is not None:
         parts += [item["chosen"], item["rejected"]]
-    rest = json.dumps(parts, sort_keys=True, default=repr)
+    try:
+        prompt = json.dumps(item["prompt"], sort_keys=True)
+        rest = json.dumps(parts, sort_keys=True, default=_repr)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"dataset.train: the prompt or the answer of {row_name} cannot be hashed, as a resumed run needs it "
+            f"({error}); give text, numbers, lists, and dicts with keys of one kind"
+        ) from error
     digest.update(f"{prompt}\n{rest}\n".encode())
     return stable_hash(prompt)
+
+
+def _repr(value: Any) -> str:
+    """The `repr` of a value that JSON has no form for, such as a date. Raises TypeError for one that differs between
+    processes."""
+    if isinstance(value, set | frozenset) or " at 0x" in repr(value):
+        raise TypeError(f"a value of type {type(value).__name__} reads differently in every process")
+    return repr(value)
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from typing import Any
 
 from torchtitan_rl.record.json_lines import parsed
 
-__all__ = ["KINDS", "InMemory", "check_column", "near", "one_line", "read_file", "value_at"]
+__all__ = ["KINDS", "InMemory", "check_column", "has_column", "near", "one_line", "read_file", "value_at"]
 
 KINDS = (".jsonl", ".json", ".parquet", ".csv")
 """Endings of the files that `read_file` reads."""
@@ -64,6 +64,15 @@ def check_column(features: Mapping[str, Any], column: str, field: str, table: st
             has = f"{table}, which has {', '.join(known)}"
             raise ValueError(f"{field}={column!r}: is no column of {has}; name one{near(part, known)}")
         known = known[part]
+
+
+def has_column(features: Mapping[str, Any], column: str) -> bool:
+    """Whether rows of these features have `column`, as `check_column` sees it."""
+    try:
+        check_column(features, column, "", "")
+    except ValueError:
+        return False
+    return True
 
 
 def value_at(row: Mapping[str, Any], column: str) -> Any:

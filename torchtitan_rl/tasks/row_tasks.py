@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torchtitan_rl.tasks.row_files import check_column, near, one_line, value_at
+import numpy
+
+from torchtitan_rl.tasks.row_files import check_column, has_column, near, one_line, value_at
 
 __all__ = ["RowTasks"]
 
@@ -27,13 +29,17 @@ class RowTasks:
         self.columns = {"prompt": config.prompt, "system": config.system_column, "answer": config.answer}
         if self.has_demonstrations:
             self.columns["demonstration"] = config.demonstration
-        if split == "train" or {config.chosen, config.rejected} <= set(rows.column_names):
+        features = rows.features or dict.fromkeys(rows.column_names)
+        pair = [column for column in (config.chosen, config.rejected) if column is not None]
+        if split == "train" or all(has_column(features, column) for column in pair):
             self.columns |= {"chosen": config.chosen, "rejected": config.rejected}
         if config.from_row is None:
             for part, column in self.columns.items():
                 field = "system_column" if part == "system" else part
                 if column is not None:
-                    check_column(rows.features or dict.fromkeys(rows.column_names), column, f"dataset.{field}", name)
+                    check_column(features, column, f"dataset.{field}", name)
+        dtype = None if config.answer is None else getattr(value_at(features, config.answer), "dtype", None)
+        self._has_short_answers = config.from_row is None and dtype == "float32"
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for position, row in enumerate(self.rows):
@@ -60,7 +66,10 @@ class RowTasks:
         answer, demonstration = parts.get("answer"), parts.get("demonstration")
         if self.config.reward is None and isinstance(answer, bool):
             raise self._error("answer", position, f"has the bool {answer}, which has no one text", "give text")
-        if self.config.reward is None and isinstance(answer, float) and abs(answer) >= 2**53:
+        if self._has_short_answers and isinstance(answer, float):
+            answer = float(str(numpy.float32(answer)))  # 0.1 as the column has it, not 0.10000000149011612
+        exact = 2**24 if self._has_short_answers else 2**53
+        if self.config.reward is None and isinstance(answer, float) and abs(answer) >= exact:
             raise self._error("answer", position, f"has the float {answer}, which has lost digits", "give text")
         if self.config.reward is None and isinstance(answer, float) and answer.is_integer():
             answer = int(answer)  # beside fractions a column of numbers is one of floats, and `18` becomes 18.0

@@ -1,5 +1,6 @@
 """Tasks from a user's data: files and objects, columns and functions, splits, and what is refused."""
 
+import datetime
 import functools
 import json
 import logging
@@ -308,6 +309,41 @@ def test_a_run_goes_on_where_it_was_and_not_with_other_data():
         other.load_state_dict(state)
 
 
+@pytest.mark.parametrize(
+    "answer, complaint", [({"b", "a"}, "type set reads differently"), ({1: 2, "a": 3}, "not supp")]
+)
+def test_an_answer_that_has_no_hash_is_refused_with_its_row(answer, complaint):
+    def build(answer):
+        def from_row(row):
+            return {"prompt": row["question"], "answer": answer if row["answer"] == "4" else row["answer"]}
+
+        return family(data=datasets.Dataset.from_list(rows(9)), from_row=from_row, reward=lambda task, completions: [0])
+
+    message = refusal(build, answer=answer)
+    assert "the prompt or the answer of row 3 of data cannot be hashed" in message and complaint in message
+    assert "type object reads differently" in refusal(build, answer=object())
+    # Of a run that was recorded before: a date is hashed by its repr.
+    assert build(answer=datetime.date(2024, 1, 5)).digest == "18b69a1a87b5e1a6"
+
+
+def test_short_floats_are_the_numbers_that_their_column_has():
+    column = datasets.Features({"prompt": datasets.Value("string"), "answer": datasets.Value("float32")})
+    answers = {"a": 0.1, "b": 2.0, "c": 0.5}
+    made = datasets.Dataset.from_dict({"prompt": list(answers), "answer": list(answers.values())}, features=column)
+    built = Dataset.Config(data=made, chat=False).build()
+    tasks = [built.task(split, 0) for split in ("train", "validation", "test")]
+    assert {task.prompt: task.answer for task in tasks} == {"a": 0.1, "b": 2, "c": 0.5}
+    lost = datasets.Dataset.from_dict({"prompt": ["a"], "answer": [2.0**24]}, features=column)
+    assert "has the float 16777216.0, which has lost digits" in refusal(Dataset.Config(data=lost).build)
+
+
+def test_a_split_that_is_named_is_no_other_split_too():
+    data = {"train": datasets.Dataset.from_list(rows(30)), "validation": datasets.Dataset.from_list(rows(35, 30))}
+    made = family(data=datasets.DatasetDict(data), test="validation")
+    assert prompts(made, "test") == [f"What is {i}+{i}?" for i in range(30, 35)]
+    assert made.num_tasks("validation") == 2 and made.num_tasks("train") == 28  # drawn from train
+
+
 def pair_rows(num):
     return [{"prompt": f"Say {i}.", "chosen": f"{i}", "rejected": f"{i + 1}"} for i in range(num)]
 
@@ -334,6 +370,11 @@ def test_rows_of_preferences_are_pairs():
     )
     apart.answer = "chosen"
     assert apart.build().task("test", 0).chosen is None and apart.build().task("validation", 0).chosen is not None
+    write("inner.jsonl", [{"prompt": row["prompt"], "answer": "1", "pair": row} for row in pair_rows(40)])
+    inner = Dataset.Config(
+        train="inner.jsonl", validation="inner.jsonl", chosen="pair.chosen", rejected="pair.rejected", overlap="allow"
+    )
+    assert inner.build().task("validation", 3).chosen == "3"
     swapped = [{**row, "rejected": "other"} for row in pair_rows(40)]
     write("swapped.jsonl", swapped)
     assert Dataset.Config(train="swapped.jsonl", **columns).build().digest != made.digest
