@@ -12,7 +12,7 @@ from fractions import Fraction
 from functools import cache
 from typing import Any
 
-from torchtitan_rl.tasks.family import check_index, check_split
+from torchtitan_rl.tasks.family import DataIdentity, TaskSource, check_index, check_split, stable_hash
 from torchtitan_rl.tasks.row_files import one_line, read_file
 from torchtitan_rl.types import Task
 
@@ -27,7 +27,8 @@ class Gsm8k:
     """Rows with a `question` and an `answer` that ends with `#### <number>`; read on first use.
 
     The last rows of the train file are the validation split; the train split lacks them. Raises ValueError for files
-    that are missing or of another form, RuntimeError when the hub cannot be reached.
+    that are missing or of another form and for rows that make no task, with the row's number (counted from 1),
+    RuntimeError when the hub cannot be reached.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -73,12 +74,7 @@ class Gsm8k:
         row = self._rows("test" if split == "test" else "train")[
             index + self.num_tasks("train") if split == "validation" else index
         ]
-        solution, marker, answer = row["answer"].rpartition("####")
-        if not marker or _value(answer) is None:
-            raise ValueError(
-                f"gsm8k.path={self.config.path!r}: the answer of {split} row {index} does not end with "
-                "'#### <number>'; mend or drop the row"
-            )
+        solution, _, answer = row["answer"].rpartition("####")
         # <<48/2=24>> are notes for a calculator that the policy does not have.
         demonstration = re.sub(r"<<[^<>]*>>", "", solution).strip() + f"\n#### {answer.strip()}"
         return Task(
@@ -98,6 +94,13 @@ class Gsm8k:
         answer = _value(task.answer)
         return [float(final_number(completion) == answer) for completion in completions]
 
+    def source(self, split: str, seed: int) -> TaskSource:
+        """A source whose state names the rows, so that no run goes on with others."""
+        rows = self._rows("test" if split == "test" else "train")
+        digest = f"{stable_hash([(row['question'], row['answer']) for row in rows]):016x}"
+        field = "test_path" if split == "test" and self.config.test_path is not None else "path"
+        return TaskSource(self, split, seed, DataIdentity(f"gsm8k.{field}={getattr(self.config, field)!r}", digest))
+
     def _load(self, file: str) -> Any:
         """Rows of the "train" or the "test" file, as a sequence of dicts."""
         path, field = self.config.path, "path"
@@ -112,6 +115,13 @@ class Gsm8k:
         missing = {"question", "answer"} - set(rows.column_names)
         if missing:
             raise ValueError(f"gsm8k.{field}={path!r}: has no column {min(missing)!r}; give question and answer")
+        for number, row in enumerate(rows, start=1):
+            where = f"gsm8k.{field}={path!r}: row {number}" + ("" if is_file else f" of {file}")
+            if not isinstance(row["question"], str) or not row["question"].strip():
+                raise ValueError(f"{where} has no question; fill it in or drop the row")
+            _, marker, answer = row["answer"].rpartition("####") if isinstance(row["answer"], str) else ("", "", "")
+            if not marker or _value(answer) is None:
+                raise ValueError(f"{where} has no answer that ends with '#### <number>'; mend or drop the row")
         return rows
 
 
@@ -127,11 +137,12 @@ def _read_hub(path: str, subset: str | None, split: str) -> Any:
         ) from error
 
 
-# A minus sign, not a dash between two numbers; currency; digits, alone or in groups of three; maybe a denominator, or
-# the fraction of a mixed number such as 1 1/2.
+# A minus sign, not a dash between two numbers; currency; digits, alone or in groups of three; maybe an exponent; maybe
+# a denominator, or the fraction of a mixed number such as 1 1/2.
 _NUMBER = re.compile(
     r"(?P<sign>(?<![\w)\]}])-)?(?:[$€£](?P<inner_sign>-)?)?"
-    r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|(?<![0-9])[0-9]++(?!,[0-9]))(?:\.[0-9]+)?|(?<![\w.])\.[0-9]+)"
+    r"(?P<digits>(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|(?<![0-9])[0-9]++(?!,[0-9]))(?:\.[0-9]+)?|(?<![\w.])\.[0-9]+)"
+    r"(?:[eE][-+]?[0-9]{1,2}(?!\w))?)"
     r"(?:\s?/\s?(?P<denominator>[0-9]+)|[ ](?P<numerator>[0-9]++)/(?P<denominator_after>[0-9]++))?"
 )
 _BOX = re.compile(r"\\boxed\s?\{((?:[^{}]|\{[^{}]*\})*)\}")

@@ -7,6 +7,7 @@ import datasets
 import pytest
 
 from tests.kit.refusal import refusal
+from torchtitan_rl.tasks.family import source_of
 from torchtitan_rl.tasks.gsm8k import Gsm8k, final_number
 from torchtitan_rl.types import Task
 
@@ -116,6 +117,9 @@ def test_parquet_files_read_the_same(files):
         ("#### 18 3/2", 18),
         ("#### Answer: 18\nThanks 5", 18),
         ("#### The final answer is **$18** of 20", 18),
+        ("#### 1e5", 100000),
+        ("\\boxed{2.5E-1}", Fraction(1, 4)),
+        ("#### 3e5x", 3),
         ("no number", None),
         ("", None),
         ("#### ", None),
@@ -161,15 +165,27 @@ def test_files_that_will_not_do_are_refused(files):
     "content, complaint",
     [
         ('{"question": "1+1?", "solution": "2"}\n', "has no column 'answer'; give question and answer"),
-        ('{"question": "1+1?", "answer": "2"}\n', "the answer of test row 0 does not end with '#### <number>'"),
-        ('{"question": "1+1?", "answer": "#### two"}\n', "the answer of test row 0 does not end with"),
+        ('{"question": "1+1?", "answer": "2"}\n', "row 1 has no answer that ends with '#### <number>'"),
+        ('{"question": "1+1?", "answer": "#### two"}\n', "row 1 has no answer that ends with"),
+        ('{"question": "a", "answer": "#### 1"}\n{"question": "b", "answer": null}\n', "row 2 has no answer"),
+        ('{"question": "1+1?", "answer": 2}\n', "row 1 has no answer"),
+        ('{"question": " ", "answer": "#### 1"}\n', "row 1 has no question; fill it in"),
         ("not json\n", "cannot be read"),
         ("", "is empty"),
     ],
 )
 def test_rows_that_will_not_do_are_refused(files, content, complaint):
     (files / "test.jsonl").write_text(content)
-    assert complaint in refusal(from_files(files).task, "test", 0)
+    message = refusal(from_files(files).task, "test", 0)
+    assert message.startswith("gsm8k.test_path='") and complaint in message
+
+
+def test_a_run_does_not_go_on_with_other_rows(files):
+    state = source_of(from_files(files), "train", 0).state_dict()
+    source_of(from_files(files), "train", 0).load_state_dict(state)
+    (files / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(1, 10)))
+    with pytest.raises(ValueError, match="gsm8k.path='.*train.jsonl': rows are not those that the run started with"):
+        source_of(from_files(files), "train", 0).load_state_dict(state)
 
 
 def test_a_hub_out_of_reach_is_said_in_one_line(monkeypatch):
