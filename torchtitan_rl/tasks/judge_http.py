@@ -25,7 +25,8 @@ Message = dict[str, str]
 
 def only_number(text: str) -> float:
     """The number in a judge's answer, which is 7 in `Score-7`. Raises ValueError unless there is exactly one."""
-    numbers = re.findall(r"(?:(?<![\w)])[-+])?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?", text)
+    written = text.replace("\u2212", "-")  # the typographic minus sign
+    numbers = re.findall(r"(?:(?<![\w)])[-+])?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?", written)
     if len(numbers) != 1:
         raise ValueError(
             f"the judge answered {text[:80]!r}, which has {len(numbers)} numbers; ask for a number and nothing else, "

@@ -40,6 +40,7 @@ def math_equal(task: Task, completions: list[str]) -> Sequence[float]:
 
 def _read(math_verify: Any, text: str, extraction: list) -> list:
     """The expressions of a text, simplest first; empty where there is none."""
+    text = text.replace("\u2212", "-")  # the typographic minus sign, which math-verify leaves out
     return math_verify.parse(text, extraction, fallback_mode="no_fallback", parsing_timeout=_LIMIT_S)
 
 

@@ -191,7 +191,8 @@ def test_a_verdict_is_one_of_its_words():
 
 
 @pytest.mark.parametrize(
-    "text, number", [("0.5", 0.5), ("Score: -1.", -1.0), ("**.25**", 0.25), ("1e-2", 0.01), ("Score-7", 7.0)]
+    "text, number",
+    [("0.5", 0.5), ("Score: -1.", -1.0), ("**.25**", 0.25), ("1e-2", 0.01), ("Score-7", 7.0), ("\u22121", -1.0)],
 )
 def test_the_only_number(text, number):
     assert only_number(text) == number
