@@ -146,6 +146,10 @@ Server(uvicorn.Config(sys.argv[1], host="127.0.0.1", port=int(sys.argv[2]), log_
 """
 
 
+_WITHOUT_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Of this machine: a proxy of the environment's does not reach 127.0.0.1 here."""
+
+
 def _started(server: str) -> tuple[subprocess.Popen, str]:
     """The process of a server that was started, and its URL; an empty one where it does not answer."""
     with socket.socket() as probe:
@@ -159,7 +163,7 @@ def _started(server: str) -> tuple[subprocess.Popen, str]:
     url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + _START_S
     while time.monotonic() < deadline and process.poll() is None:
         try:
-            with urllib.request.urlopen(f"{url}/health", timeout=5):
+            with _WITHOUT_PROXY.open(f"{url}/health", timeout=5):
                 return process, url
         except OSError:
             time.sleep(0.2)
@@ -182,5 +186,8 @@ def _sdk() -> Any:
 
     loop = asyncio.get_running_loop()
     if loop not in _SDKS:
-        _SDKS[loop] = openai.AsyncOpenAI(base_url="http://127.0.0.1", api_key="of the session", timeout=600)
+        http_client = openai.DefaultAsyncHttpxClient(trust_env=False)  # the gateway is of this machine: no proxy
+        _SDKS[loop] = openai.AsyncOpenAI(
+            base_url="http://127.0.0.1", api_key="of the session", timeout=600, http_client=http_client
+        )
     return _SDKS[loop]

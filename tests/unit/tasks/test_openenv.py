@@ -84,6 +84,8 @@ async def app(scope, receive, send):
 def test_signals_that_mean_the_controller_do_not_end_a_server(tmp_path, monkeypatch):
     (tmp_path / "signalled_server.py").write_text(APP)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # reaches nothing
+    monkeypatch.setattr(openenv, "_START_S", 30.0)
     url = served("signalled_server:app")
     process, _ = openenv._servers.pop("signalled_server:app")
     try:
