@@ -39,7 +39,7 @@ async def judge(
         return await function.judged(task, completions, timeout_s, parts)
     bare, args = function.func if isinstance(function, functools.partial) else function, (task, list(completions))
     try:
-        if getattr(bare, "cpu_bound", False):
+        if getattr(bare, "cpu_bound", False) or getattr(type(bare).__call__, "cpu_bound", False):  # of an object
             value, error = await outcome_in_process(function, args, timeout_s)
         elif inspect.iscoroutinefunction(function):
             value, error = await until(outcome(function, *args), deadline)

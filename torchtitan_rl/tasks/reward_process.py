@@ -98,11 +98,12 @@ class RewardProcess:
     one thread at a time."""
 
     def __init__(self) -> None:
-        # PYTHONPATH: the process finds the modules of this one. OMP_NUM_THREADS: there is a process per core. A session
-        # of its own: a terminal sends Ctrl-C to a whole group, but only the controller may end this process.
+        # PYTHONPATH: the process finds the modules of this one; -P: and no others, of the working directory.
+        # OMP_NUM_THREADS: there is a process per core. A session of its own: a terminal sends Ctrl-C to a whole group,
+        # but only the controller may end this process.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "torchtitan_rl.tasks.reward_worker", str(os.getpid())],
+            [sys.executable, "-P", "-m", "torchtitan_rl.tasks.reward_worker", str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
@@ -147,7 +148,8 @@ class RewardProcess:
             answer = self._answer()
         except (EOFError, OSError):
             self.kill()
-            raise RewardProcessError(f"ended its process ({_ending(self.process.wait())})") from None
+            when = " before it was loaded" if self._last_request == 1 else ""
+            raise RewardProcessError(f"ended its process{when} ({_ending(self.process.wait())})") from None
         if answer is None or answer.get("number") != self._last_request:
             self.kill()
             answered = "something else" if answer is None else f"request {answer.get('number')!r}"

@@ -4,6 +4,7 @@ import asyncio
 import functools
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -163,6 +164,30 @@ async def test_a_reward_that_nobody_waits_for_any_more_is_killed(tmp_path):
 
     await asyncio.wait_for(cancelled(), 60.0)
     assert gone(int((tmp_path / "pid").read_text()))
+
+
+class Marked:
+    @cpu_bound
+    def __call__(self, task, completions):
+        return [float(os.getpid())]
+
+
+async def test_a_mark_on_the_call_of_an_object_counts():
+    assert await rewards_of(Marked(), ["x"]) != [float(os.getpid())]
+
+
+def test_the_working_directory_is_no_place_of_modules(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "json.py").write_text("raise SystemExit(3)")
+    process = RewardProcess()
+    try:
+        process.load(len)
+        assert process.call("abc") == 3.0
+    finally:
+        process.kill()
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    with pytest.raises(RewardProcessError, match="ended its process before it was loaded .exit status 1"):
+        RewardProcess().load(len)
 
 
 async def test_what_cannot_be_sent_or_loaded_is_refused():
