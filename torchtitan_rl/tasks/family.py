@@ -46,7 +46,8 @@ class TaskFamily(Protocol):
         """The task of this index: a function of the config, `split` and `index` alone, in every process."""
 
     def reward(self, task: Task, completions: list[str]) -> Sequence[float] | Awaitable[Sequence[float]]:
-        """One reward per completion; every completion is an attempt at `task`. May be an async function."""
+        """One reward per completion; every completion is an attempt at `task`. May be an async function. In a `Mixture`
+        the task's id begins with the family's name there: what a reward needs to know belongs in `answer`."""
 
 
 @dataclass(frozen=True, slots=True)
