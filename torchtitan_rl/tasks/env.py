@@ -82,6 +82,8 @@ class Attempts(Env):
         correct_reward: float = 1.0,
         remark: str = "That is not right. Try again.",
     ) -> None:
+        if num_attempts < 1:
+            raise ValueError(f"attempts.num_attempts={num_attempts}: allows no attempt; use 1 or more")
         self.task, self.reward, self.left = task, reward, num_attempts
         self.correct_reward, self.remark = correct_reward, remark
 

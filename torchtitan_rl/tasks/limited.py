@@ -68,10 +68,11 @@ class Limited:
     def __post_init__(self) -> None:
         if not callable(self.function):
             raise ValueError(f"limited.function={self.function!r}: is not callable; give a reward function")
+        for name, least in (("concurrency", 1), ("retries", 0)):
+            if not isinstance(value := getattr(self, name), int):
+                raise ValueError(f"limited.{name}={value!r}: is no whole number; use {least} or more")
         if self.concurrency < 1:
             raise ValueError(f"limited.concurrency={self.concurrency}: allows no call; use 1 or more")
-        if not isinstance(self.retries, int):
-            raise ValueError(f"limited.retries={self.retries!r}: is no whole number; use 0 or more")
         for name in ("retries", "timeout_s", "wait_s"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"limited.{name}={getattr(self, name)}: is not possible; use 0 or more")

@@ -43,7 +43,8 @@ class PassRateFilter(WrappedFamily):
 
     Measure pass rates with `torchtitan-rl eval CONFIG --checkpoint DIR --split train --num-tasks N --pass-rates FILE`,
     where CONFIG has the family itself as its task. Tasks without a measured rate are left out, so the train split of an
-    endless family becomes finite. Raises ValueError for a file that is missing, broken, or leaves no task.
+    endless family becomes finite, and the weights of a `Mixture` do not count. Raises ValueError for a file that is
+    missing, broken, leaves no task, or measures a task that the family no longer has.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -80,6 +81,12 @@ class PassRateFilter(WrappedFamily):
                 f"pass_rate_filter.pass_rates={config.pass_rates!r}: none of its {len(measured)} train tasks has a "
                 f"pass rate from {config.min_pass_rate} to {config.max_pass_rate}; widen the bounds or "
                 "measure more tasks"
+            )
+        num_tasks, last = self.family.num_tasks("train"), max(rate.index for rate in self._kept)
+        if num_tasks is not None and last >= num_tasks:
+            raise ValueError(
+                f"pass_rate_filter.pass_rates={config.pass_rates!r}: measures train task {last}, and {self.name} now "
+                f"has {num_tasks}; measure the data as they are now"
             )
 
     def num_tasks(self, split: str) -> int | None:

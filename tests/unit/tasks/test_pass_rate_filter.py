@@ -115,6 +115,13 @@ def test_files_that_are_missing_or_broken_are_refused_with_the_line(tmp_path):
         write_pass_rates(tmp_path / "nowhere" / "rates", [])
 
 
+def test_a_task_that_the_family_no_longer_has_is_refused_at_the_start(tmp_path, monkeypatch):
+    rates = measured(tmp_path / "rates", [4, 4, 4])
+    monkeypatch.setattr(LetterSort, "num_tasks", lambda self, split: 2)
+    with pytest.raises(ValueError, match="measures train task 2, and letter_sort now has 2; measure the data as they"):
+        filtered(rates).build()
+
+
 def test_a_run_does_not_go_on_with_other_tasks(tmp_path):
     measured(tmp_path / "rates", [0, 1, 4, 7, 8])
     config = filtered(tmp_path / "rates")

@@ -16,6 +16,7 @@ from tests.kit.run_config import run_config
 from torchtitan_rl.config.load import apply_overrides
 from torchtitan_rl.config.resolve import flat, rebuilt, resolved
 from torchtitan_rl.rollout.group import run_group
+from torchtitan_rl.tasks.env import Attempts
 from torchtitan_rl.tasks.judging import judge
 from torchtitan_rl.tasks.letter_sort import LetterSort
 from torchtitan_rl.tasks.limited import Limited
@@ -230,6 +231,7 @@ async def test_a_deadline_of_its_own_is_longer_or_shorter_than_the_runs():
     "fields, message",
     [
         ({"concurrency": 0}, "limited.concurrency=0: allows no call"),
+        ({"concurrency": 2.5}, "limited.concurrency=2.5: is no whole number"),
         ({"retries": -1}, "limited.retries=-1: is not possible"),
         ({"retries": 1.5}, "limited.retries=1.5: is no whole number; use 0 or more"),
         ({"timeout_s": float("inf")}, "limited.timeout_s=inf: is not possible"),
@@ -263,3 +265,8 @@ async def test_the_examples_of_the_page_run():
     assert await judged(scope["task"].reward, "ab", "b") == ([1.2, 0.2], {"exact": [1.0, 0.0], "format": [1.0, 1.0]})
     assert await judged(scope["graded"], "a") == ([0.5], {"length": [1.0]})
     assert list(scope["reward"].functions) == ["exact", "judge"]
+
+
+def test_attempts_without_an_end_are_refused():
+    message = refusal(lambda: Attempts(TASK, exact, num_attempts=0))
+    assert message == "attempts.num_attempts=0: allows no attempt; use 1 or more"
