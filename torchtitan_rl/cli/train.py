@@ -64,11 +64,17 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from torchtitan_rl.launch.liveness.restarts import attempt
+    from torchtitan_rl.launch.liveness.restarts import attempt, leave_outcome
 
-    if args.outcome is not None and attempt(args.outcome):
+    if args.outcome is None:
+        return train(args, configured(args))
+    if attempt(args.outcome):
         args.resume = "auto"
-    return train(args, configured(args))
+    try:
+        return train(args, configured(args))
+    except ValueError:  # a mistake, which under torchrun nobody has looked for before
+        leave_outcome(args.outcome, 1, final=True)
+        raise
 
 
 def train(args: argparse.Namespace, config: RunConfig, prepare: Callable[[], object] | None = None) -> int:

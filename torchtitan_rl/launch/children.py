@@ -32,8 +32,11 @@ def free_port(address: str) -> int:
         return probe.getsockname()[1]
 
 
-def start_module(module: str, *arguments: str, ignore: Sequence[signal.Signals] = ()) -> subprocess.Popen:
-    """Starts a module of the package. It and all that it starts ignore the signals `ignore`."""
+def start_module(
+    module: str, *arguments: str, ignore: Sequence[signal.Signals] = (), pass_fds: Sequence[int] = ()
+) -> subprocess.Popen:
+    """Starts a module of the package. It and all that it starts ignore the signals `ignore`. It has the files
+    `pass_fds`."""
 
     def prepare() -> None:
         end_with_parent(signal.SIGKILL)
@@ -41,7 +44,7 @@ def start_module(module: str, *arguments: str, ignore: Sequence[signal.Signals] 
             signal.signal(number, signal.SIG_IGN)
 
     command = [sys.executable, "-m", module, *arguments]
-    return subprocess.Popen(command, env=without_torchrun(os.environ), preexec_fn=prepare)
+    return subprocess.Popen(command, env=without_torchrun(os.environ), preexec_fn=prepare, pass_fds=pass_fds)
 
 
 def end_children(children: list[subprocess.Popen]) -> None:

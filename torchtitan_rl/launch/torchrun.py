@@ -5,6 +5,9 @@ Each process starts the Monarch worker of its host. Rank 0 also starts the contr
 children, rank 0 watches the heartbeats of all other ranks in the store, and they watch the heartbeat of rank 0. A
 process that ends, or sends no heartbeat for 10 s, ends the run on all hosts. SIGTERM on any host asks the controller
 for a checkpoint, after which the run ends on all hosts.
+
+torchrun's --max-restarts starts all processes again after every end with another status than 0. Where a restart would
+not help, as for a run that was asked to stop, rank 0 leaves the status in the store and the next attempts end with it.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import time
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import IO
 
 import torch.distributed as dist
 
@@ -27,6 +31,7 @@ from torchtitan_rl.launch.agreement import joined, joined_problem
 from torchtitan_rl.launch.children import end_children, free_port, start_module
 from torchtitan_rl.launch.liveness import JOIN_S
 from torchtitan_rl.launch.liveness.heartbeats import BEAT_S, HeartbeatWatch
+from torchtitan_rl.launch.liveness.restarts import for_attempt, is_final
 from torchtitan_rl.launch.liveness.watchdog import SIGNS_OF_LIFE, SignsOfLife
 from torchtitan_rl.types.ends import PREEMPTED_STATUS, SAME_REQUEST_S
 
@@ -68,13 +73,19 @@ def _ask(watch: HeartbeatWatch, number: int, _frame) -> None:
 
 
 def _run(arguments: list[str], children: list[subprocess.Popen]) -> int:
-    store, rank, size = _join()
+    of_torchrun, rank, size = _join()
+    number = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    if (status := _final_status(of_torchrun, number)) is not None:
+        print(f"restart {number}: the run has ended with status {status}, and is not begun again", file=sys.stderr)
+        return status
+    store = _of_attempt(of_torchrun, number)
     own = _own_address()
     worker = f"tcp://{own}:{free_port(own)}"
     store.set(f"beat/{rank}", "0")
     store.set(f"joined/{rank}", json.dumps(joined(worker, arguments)))
     hosts = _gather(store, size)
     if problem := joined_problem(hosts):
+        store.set("final", "1")
         time.sleep(4 * BEAT_S * (rank == 0))  # the store ends with rank 0, and all are to read why
         raise ValueError(problem)
     workers = [host["worker"] for host in hosts]
@@ -84,13 +95,7 @@ def _run(arguments: list[str], children: list[subprocess.Popen]) -> int:
     watch.start()
     signal.signal(signal.SIGTERM, partial(_ask, watch))
     if rank == 0:
-        again = ["--resume", "auto"] if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) else []
-        with tempfile.TemporaryDirectory(prefix="torchtitan-rl-") as directory:
-            os.environ[SIGNS_OF_LIFE] = file = f"{directory}/signs_of_life.json"
-            children.append(
-                start_module("torchtitan_rl.cli", "train", *arguments, *again, "--hosts", ",".join(workers))
-            )
-            return _lead(watch, SignsOfLife(Path(file)), *children)
+        return _start_and_lead(watch, arguments, number, children)
     return _follow(watch, *children)
 
 
@@ -102,9 +107,20 @@ def _join() -> tuple[dist.Store, int, int]:
         )
     if "RANK" not in os.environ:
         raise ValueError("RANK: is not set; start this through torchrun, as scripts/train_torchrun.sh does")
-    store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=JOIN_S)))
-    # torchrun's store outlives an attempt: what the one before has said, and how it ended, is not of this one.
-    return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store), rank, size
+    return next(dist.rendezvous("env://", timeout=timedelta(seconds=JOIN_S)))
+
+
+def _of_attempt(of_torchrun: dist.Store, number: int) -> dist.Store:
+    """torchrun's store outlives an attempt: what the one before has said, and how it ended, is not of the next."""
+    return dist.PrefixStore(f"attempt-{number}", of_torchrun)
+
+
+def _final_status(of_torchrun: dist.Store, number: int) -> int | None:
+    """The exit status of an attempt before this one after which a restart does not help; None: there is none."""
+    for store in (_of_attempt(of_torchrun, earlier) for earlier in range(number)):
+        if store.check(["final"]):
+            return int(store.get("final"))
+    return None
 
 
 def _gather(store: dist.Store, size: int) -> list[dict]:
@@ -128,8 +144,29 @@ def _own_address() -> str:
     return os.environ.get(HOST_ADDRESS) or address_towards(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 
 
+def _start_and_lead(
+    watch: HeartbeatWatch, arguments: list[str], restarts: int, children: list[subprocess.Popen]
+) -> int:
+    """Rank 0: starts the controller and leads. The controller says in a pipe whether a restart would help, as to the
+    supervisor of a run on one host."""
+    read, write = os.pipe()
+    with tempfile.TemporaryDirectory(prefix="torchtitan-rl-") as directory, os.fdopen(read, "rb", buffering=0) as pipe:
+        os.environ[SIGNS_OF_LIFE] = file = f"{directory}/signs_of_life.json"
+        os.environ |= for_attempt(restarts)
+        arguments = ["train", *arguments, "--hosts", ",".join(watch.workers), "--outcome", str(write)]
+        try:
+            children.append(start_module("torchtitan_rl.cli", *arguments, pass_fds=[write]))
+        finally:
+            os.close(write)
+        return _lead(watch, SignsOfLife(Path(file)), pipe, *children)
+
+
 def _lead(
-    watch: HeartbeatWatch, signs_of_life: SignsOfLife, worker: subprocess.Popen, controller: subprocess.Popen
+    watch: HeartbeatWatch,
+    signs_of_life: SignsOfLife,
+    pipe: IO[bytes],
+    worker: subprocess.Popen,
+    controller: subprocess.Popen,
 ) -> int:
     """Rank 0: waits for the controller to end and announces its exit status. After a host has failed, the controller
     has 10 s to report the failure before the run ends. A controller that gives no sign of life is killed."""
@@ -150,7 +187,10 @@ def _lead(
     if status < 0:
         print(f"error: the controller was ended by signal {-status}", file=sys.stderr)
         status = 128 - status
+    if is_final(pipe) or watch.asked_at:
+        watch.announce("final", str(status))
     watch.announce("outcome", str(status))
+    time.sleep(2 * BEAT_S)  # until both are in the store, also where no other host waits for them
     followers = set(range(1, len(watch.workers)))
     end = time.monotonic() + _LAST_WORDS_S
     while not followers <= watch.gone | watch.failures.keys() and time.monotonic() < end:

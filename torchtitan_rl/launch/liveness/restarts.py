@@ -23,7 +23,7 @@ from torchtitan_rl.launch.liveness import watchdog
 from torchtitan_rl.record.console.notices import say
 from torchtitan_rl.record.disk import full_disk
 
-__all__ = ["Outcome", "attempt", "leave_outcome", "run_with_restarts", "supervised"]
+__all__ = ["Outcome", "attempt", "for_attempt", "is_final", "leave_outcome", "run_with_restarts", "supervised"]
 
 _RESTARTS = "TORCHTITAN_RL_RESTARTS"
 """The environment variable with the number of restarts so far and the supervisor's process id."""
@@ -58,7 +58,7 @@ class _Supervisor:
 
     def start(self, command: list[str], restarts: int, outcome: int) -> None:
         """Starts the command in a session of its own, which a terminal's Ctrl-C reaches through `pass_on` alone."""
-        environment = os.environ | {_RESTARTS: f"{restarts} {os.getpid()}"}
+        environment = os.environ | for_attempt(restarts)
         self.printed_from = 0 if self.output is None else os.fstat(self.output.fileno()).st_size
         self.process = subprocess.Popen(
             command,
@@ -132,21 +132,31 @@ def _run_once(
 ) -> tuple[int, bool]:
     """(the process's exit status, the negative number of a signal that ended it; whether a restart would not help)."""
     read, write = os.pipe()
-    with os.fdopen(read, "rb", buffering=0) as outcome, watchdog.watch(signs_of_life):
+    with os.fdopen(read, "rb", buffering=0) as pipe, watchdog.watch(signs_of_life):
         try:
             command = [sys.executable, "-m", "torchtitan_rl.cli", verb, *arguments, "--outcome", str(write)]
             supervisor.start(command, restarts, write)
         finally:
             os.close(write)
-        status = supervisor.process.wait()
-        os.set_blocking(read, False)  # a process that outlives the command may hold the other end
-        report = outcome.read(_PIPE_BYTES)
-    return status, bool(report and json.loads(report)["final"])
+        return supervisor.process.wait(), is_final(pipe)
+
+
+def is_final(pipe: IO[bytes]) -> bool:
+    """Whether a command that has ended has said, with `leave_outcome`, that a restart would not help. `pipe` is
+    unbuffered."""
+    os.set_blocking(pipe.fileno(), False)  # a process that outlives the command may hold the other end
+    report = pipe.read(_PIPE_BYTES)
+    return bool(report and json.loads(report)["final"])
+
+
+def for_attempt(restarts: int) -> dict[str, str]:
+    """The environment variables that `attempt` reads in a child of this process."""
+    return {_RESTARTS: f"{restarts} {os.getpid()}"}
 
 
 def attempt(outcome: int) -> int:
-    """Makes this process, a child of `run_with_restarts`, end when the supervisor ends, and keeps the pipe `outcome`
-    from processes that it starts. Returns the number of restarts so far."""
+    """Makes this process, a child of `run_with_restarts` or of torchrun's process, end when its parent ends, and keeps
+    the pipe `outcome` from processes that it starts. Returns the number of restarts so far."""
     restarts, supervisor = map(int, os.environ.pop(_RESTARTS).split())
     end_with_parent(signal.SIGKILL)
     if os.getppid() != supervisor:  # it ended before the kernel was told
@@ -157,6 +167,6 @@ def attempt(outcome: int) -> int:
 
 
 def leave_outcome(outcome: int, status: int, *, final: bool) -> int:
-    """Tells `run_with_restarts` how the command ends; `final`: a restart would not help. Returns the status."""
+    """Tells who started this process how the command ends; `final`: a restart would not help. Returns the status."""
     os.write(outcome, json.dumps({"status": status, "final": final}).encode())
     return status
