@@ -18,6 +18,7 @@ from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.serve.gateway import Served
 from torchtitan_rl.serve.run_gateway import Address, announce, policy_of
 from torchtitan_rl.train.start import dated
+from torchtitan_rl.validation.generator import check_alone
 from torchtitan_rl.weights.checkpoint import hf_weights
 from torchtitan_rl.weights.origin import origin
 
@@ -25,6 +26,7 @@ __all__ = ["serve"]
 
 _MAX_CONTEXT = 4096
 _TIMEOUT_S = 600
+_FLAGS = {"max_model_len": "--max-model-len", "kv_cache_gib": "--kv-cache-gib", "dtype": "--dtype"}
 
 
 async def serve(
@@ -40,8 +42,12 @@ async def serve(
     tokenizer = _tokenizer(weights)
     longest = shape.max_seq_len
     generator.max_model_len = generator.max_model_len or min(longest, _MAX_CONTEXT)
-    if generator.max_model_len > longest:
-        raise ValueError(f"--max-model-len={generator.max_model_len}: the model reads {longest} tokens; lower it")
+    if not 0 < generator.max_model_len <= longest:
+        raise ValueError(
+            f"--max-model-len={generator.max_model_len}: the model reads {longest} tokens; use 1 to {longest}, or "
+            "leave it out"
+        )
+    check_alone(generator, shape, _FLAGS)
     address.check()
     run_dir = RunDir.create(output_dir or dated(f"serve-{source.name}"))
     launcher = ActorLauncher(log_dir=str(run_dir.logs), start_timeout_s=300, call_timeout_s=_TIMEOUT_S)

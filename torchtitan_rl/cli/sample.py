@@ -101,12 +101,14 @@ async def sample(
     from torchtitan_rl.model.files import load_tokenizer
     from torchtitan_rl.record.run_dir import RunDir
     from torchtitan_rl.train.start import dated
+    from torchtitan_rl.validation.generator import cache_bytes, check_alone
     from torchtitan_rl.weights.checkpoint import hf_weights, write_json
     from torchtitan_rl.weights.origin import origin
 
     weights = hf_weights(checkpoint)
     source = origin(checkpoint)
-    longest = shape_of_directory(weights).max_seq_len  # refuses a model of no family
+    shape = shape_of_directory(weights)  # refuses a model of no family
+    longest = shape.max_seq_len
     tokenizer = load_tokenizer(weights)
     tokens = tokenizer.encode(prompt, add_special_tokens=False)
     if not tokens:
@@ -116,7 +118,9 @@ async def sample(
             f"--max-tokens={params.max_tokens}: with the prompt's {len(tokens)} above the model's {longest} tokens; "
             "lower it, or shorten the prompt"
         )
-    config = GeneratorConfig(dtype="float32", max_model_len=len(tokens) + params.max_tokens, kv_cache_gib=0.25)
+    config = GeneratorConfig(dtype="float32", max_model_len=len(tokens) + params.max_tokens)
+    config.kv_cache_gib = max(0.25, cache_bytes(config, shape) / 2**30)
+    check_alone(config, shape, {})
     run_dir = RunDir.create(output_dir or dated(f"sample-{source.name}"))
     if not quiet:  # on stderr: standard output is the completion alone
         print(f"{source.text or 'no known step'} of {source.name}; {run_dir.path}", file=sys.stderr)

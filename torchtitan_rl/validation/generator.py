@@ -4,15 +4,26 @@ its first sample."""
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Mapping
 
 from torchtitan_rl import platform
 from torchtitan_rl.config.meshes import GeneratorConfig
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.families import DecoderShape
 from torchtitan_rl.model.shape import kv_bytes_per_token, state_bytes
+from torchtitan_rl.validation.fields import check_fields
 from torchtitan_rl.validation.trainer import check_experts_kernel
 
-__all__ = ["check_adapters", "check_engine", "check_generator_of_experts", "check_own_model", "check_replicas"]
+__all__ = [
+    "cache_bytes",
+    "check_adapters",
+    "check_alone",
+    "check_engine",
+    "check_generator_of_experts",
+    "check_own_model",
+    "check_replicas",
+]
 
 
 def check_own_model(generator: GeneratorConfig, shape: DecoderShape) -> None:
@@ -121,12 +132,33 @@ def check_engine(generator: GeneratorConfig, shape: DecoderShape) -> None:
         raise ValueError(f"generator.async_scheduling=True: {fault}; use False")
 
 
-def _check_cache(generator: GeneratorConfig, shape: DecoderShape) -> None:
-    """Raises ValueError for a cache without the blocks of the longest sequence and the one that vLLM keeps empty."""
-    per_token, states = kv_bytes_per_token(generator, shape), state_bytes(generator, shape)
+def check_alone(generator: GeneratorConfig, shape: DecoderShape, flags: Mapping[str, str]) -> None:
+    """Checks a generator that a verb starts without a run. Raises ValueError for what its fields, its engine or
+    experts refuse. `flags` has the verb's flag, by the name of the field."""
+    try:
+        check_fields(generator, "generator.")
+        if shape.experts is not None:
+            check_experts_kernel("generator.dtype", generator.dtype, generator.tensor_parallel_degree, shape)
+        check_engine(generator, shape)
+    except ValueError as error:
+        message = str(error)
+        for field, flag in flags.items():
+            message = re.sub(rf"(generator\.)?\b{field}\b", flag, message)
+        raise ValueError(message) from None
+
+
+def cache_bytes(generator: GeneratorConfig, shape: DecoderShape) -> int:
+    """Bytes of the smallest cache of a rank: the blocks of the longest sequence, and the one that vLLM keeps empty."""
     block = platform.cache_block_size()
     tokens = (math.ceil(generator.max_model_len / block) + 1) * block
-    needed = states + per_token * tokens
+    return state_bytes(generator, shape) + kv_bytes_per_token(generator, shape) * tokens
+
+
+def _check_cache(generator: GeneratorConfig, shape: DecoderShape) -> None:
+    """Raises ValueError for a cache below `cache_bytes`."""
+    per_token, states = kv_bytes_per_token(generator, shape), state_bytes(generator, shape)
+    block, needed = platform.cache_block_size(), cache_bytes(generator, shape)
+    tokens = (needed - states) // per_token
     if not generator.kv_cache_gib * 2**30 >= needed:
         capacity = max(0, int((max(0.0, generator.kv_cache_gib) * 2**30 - states) / per_token))  # max(0, NaN) is 0
         raise ValueError(
