@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from torchtitan_rl.config.meshes import GeneratorConfig
+from torchtitan_rl.dispatch.role_mesh import describe
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.launch.replicas import Replicas
 
@@ -87,6 +88,9 @@ async def _follow(demand: Demand, replicas: Replicas, client: SamplingClient) ->
             continue
         try:
             await replicas.scale(number)
-        except (RuntimeError, ValueError) as error:  # tried again after as many looks
-            logger.warning("replicas=%d: are not %d, as the requests would fill: %s", replicas.number, number, error)
+        except Exception as error:  # tried again after as many looks
+            foreseen = isinstance(error, (RuntimeError, ValueError))
+            reason = str(error) if foreseen else describe(error)
+            text = "replicas=%d: are not %d, as the requests would fill: %s"
+            logger.warning(text, replicas.number, number, reason, exc_info=not foreseen)
         demand.forget()

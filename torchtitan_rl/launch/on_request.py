@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from torchtitan_rl.dispatch.role_mesh import describe
 from torchtitan_rl.launch.joined_hosts import JoinedHosts
 from torchtitan_rl.launch.replicas import Replicas
 from torchtitan_rl.record import replica_request
@@ -83,4 +84,7 @@ async def _problem(replicas: Replicas | None, hosts: JoinedHosts | None, request
                 raise error
     except (RuntimeError, ValueError) as error:
         return str(error)
+    except Exception as error:  # who asked waits for an answer, whatever has happened
+        logger.exception("%s: was not done", wish)
+        return f"{wish}: {describe(error)}"
     return ""

@@ -77,6 +77,25 @@ async def test_a_replica_that_does_not_start_is_said_and_tried_again(monkeypatch
         await reached(replicas, 2)
 
 
+async def test_the_rule_outlives_an_error_that_nobody_foresaw(monkeypatch, caplog):
+    monkeypatch.setattr("torchtitan_rl.launch.demand._EVERY_S", 0.01)
+    _, versions, client = client_of(1)
+    await client.pull(await versions.publish())
+    replicas, *_ = replicas_of(client)
+    scale, errors = replicas.scale, [OSError(28, "No space left on device")]
+
+    async def fails_once(number):
+        if errors:
+            raise errors.pop()
+        await scale(number)
+
+    monkeypatch.setattr(replicas, "scale", fails_once)
+    monkeypatch.setattr(client, "in_flight", lambda: [15])
+    async with scaled_by_demand(replicas, client, GeneratorConfig(max_num_seqs=10, max_replicas=3), looks=3):
+        await reached(replicas, 2)
+    assert "as the requests would fill: OSError: [Errno 28] No space left on device" in caplog.text
+
+
 async def test_a_run_whose_number_is_fixed_refuses_a_range_and_one_without_a_range_does_nothing():
     _, _, client = client_of(1)
     async with scaled_by_demand(None, client, GeneratorConfig()):

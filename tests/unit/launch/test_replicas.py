@@ -307,6 +307,20 @@ async def test_a_run_whose_replicas_are_fixed_says_so_and_a_broken_file_does_no_
     assert "is no JSON" in caplog.text
 
 
+async def test_a_request_whose_work_breaks_is_answered(tmp_path, monkeypatch):
+    _, versions, client = client_of(1)
+    await client.pull(await versions.publish())
+    replicas, *_ = replicas_of(client)
+
+    async def breaks(number):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(replicas, "scale", breaks)
+    async with scaled_on_request(replicas, None, tmp_path):
+        answer = await answer_to(tmp_path, replica_request.ask(tmp_path, replicas=2))
+    assert (answer.replicas, answer.problem) == (1, "replicas=2: OSError: [Errno 28] No space left on device")
+
+
 async def answer_to(run, request):
     async def wait():
         while (answer := replica_request.answer_to(run, request)) is None:
