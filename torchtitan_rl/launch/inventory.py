@@ -177,14 +177,14 @@ class Devices:
             order = order[self._next_replica :] + order[: self._next_replica]
         order = [index for index in order if index not in self._closed and mesh.host in (None, index)]
         offers = {index: self._offer(index, mesh) for index in order}
-        fitting = [index for index in order if offers[index] is None or len(offers[index]) >= size]
+        with_devices = [index for index in order if offers[index] is None or len(offers[index]) >= size]
+        faults = {index: self._fault_of_cores(index, mesh, size) for index in with_devices}
+        fitting = [index for index in with_devices if not faults[index]]
         # Hosts of one mesh have adjacent indices: Monarch slices a mesh of hosts by ranges.
         windows = [range(index, index + mesh.num_hosts) for index in fitting]
         chosen = next((list(window) for window in windows if set(window) <= set(fitting)), None)
         if chosen is None:
-            raise ValueError(self._refusal(mesh, size, offers))
-        for index in chosen:
-            self._check_cores(index, mesh, size)
+            raise ValueError(next(filter(None, faults.values()), "") or self._refusal(mesh, size, offers))
         place = Place(hosts=chosen, devices=[",".join((offers[index] or [])[:size]) for index in chosen])
         self._note(mesh, place, size)
         return place
@@ -237,17 +237,19 @@ class Devices:
             "lower the parallel degrees or generator.num_replicas, or add GPUs"
         )
 
-    def _check_cores(self, index: int, mesh: MeshSize, size: int) -> None:
-        """Raises ValueError for more ranks than the cores of a CPU host carry. Trainers and generators compute one
-        after the other, so generator ranks and each trainer role's ranks are counted separately."""
+    def _fault_of_cores(self, index: int, mesh: MeshSize, size: int) -> str:
+        """Says that a mesh would make more ranks than the cores of a CPU host carry; "" where it does not. Trainers and
+        generators compute one after the other, so generator ranks and each trainer role's ranks are counted
+        separately."""
         host = self.hosts[index]
         ranks, most = size + (self._replica_ranks[index] if mesh.replica else 0), host.ranks_per_core * host.num_cores
-        if not host.devices and ranks > most:
-            kind = "generator ranks" if mesh.replica else f"ranks of {mesh.role}"
-            raise ValueError(
-                f"{mesh.role}: would make {ranks} {kind} on {host.address}, whose {_count(host.num_cores, 'core')} "
-                f"carry at most {most}; lower the degrees or generator.num_replicas"
-            )
+        if host.devices or ranks <= most:
+            return ""
+        kind = "generator ranks" if mesh.replica else f"ranks of {mesh.role}"
+        return (
+            f"{mesh.role}: would make {ranks} {kind} on {host.address}, whose {_count(host.num_cores, 'core')} "
+            f"carry at most {most}; lower the degrees or generator.num_replicas"
+        )
 
     def _note(self, mesh: MeshSize, place: Place, size: int) -> None:
         self._places[mesh.role] = place

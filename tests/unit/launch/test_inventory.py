@@ -104,6 +104,16 @@ def test_at_most_two_ranks_of_a_kind_per_core():
     check_fits(run_config(generator_tp=2, num_replicas=3), cpu_hosts(2))
 
 
+def test_a_replica_goes_to_a_host_whose_cores_carry_it():
+    devices = Devices([Host(address="A", num_cores=1), Host(address="B", num_cores=2)])  # two ranks and four
+    sizes = [MeshSize(role=f"generator-{i}", num_ranks=1, replica=True) for i in range(7)]
+    assert [devices.take(size).hosts for size in sizes[:6]] == [[0], [1], [0], [1], [1], [1]]
+    message = refusal(devices.take, sizes[6])
+    assert "generator-6: would make 3 generator ranks on A, whose 1 core carry at most 2" in message
+    devices.give_back(sizes[1])
+    assert devices.take(sizes[6]).hosts == [1]
+
+
 def test_the_host_of_a_replay_has_room_for_all_engines_of_the_record():
     config = run_config(generator_tp=2, num_replicas=2 * platform.num_cores())
     assert "generator ranks" in refusal(check_fits, config, [Host(address="this host", num_cores=platform.num_cores())])
