@@ -92,6 +92,8 @@ class ActorLauncher(MeshLauncher):
     _role_pids: dict[str, list[int]] = field(default_factory=dict)
     _closed: set[int] = field(default_factory=set)
     """The hosts that leave or have left."""
+    _removals: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    """By the index of a host that has joined."""
     _num_restarts: int = 0
     _spares: Spares | None = None
     _sandbox_hosts: RunHosts | None = None
@@ -220,7 +222,13 @@ class ActorLauncher(MeshLauncher):
         return [role for role, replica in replicas if index in replica.place.hosts and replica.has_devices]
 
     async def remove_host(self, index: int) -> None:
-        """A joined host has left or is gone, and with it what is there of the run."""
+        """A joined host has left or is gone, and with it what is there of the run. The repair and who asks the host to
+        leave may both come here: all wait for one removal."""
+        if index not in self._removals:
+            self._removals[index] = asyncio.ensure_future(self._remove_host(index))
+        await asyncio.shield(self._removals[index])
+
+    async def _remove_host(self, index: int) -> None:
         self.close_host(index)
         await asyncio.gather(*map(self.stop_generator, self.replicas_on(index)))
         await self.hosts.remove(index)

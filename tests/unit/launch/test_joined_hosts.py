@@ -6,6 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.kit.replicas import Mesh, client_of, sample_all, settle
+from torchtitan_rl.launch import attach
+from torchtitan_rl.launch.actors import ActorLauncher, _Replica
 from torchtitan_rl.launch.gpus import Cuda
 from torchtitan_rl.launch.inventory import Devices, Host, MeshSize
 from torchtitan_rl.launch.joined_hosts import JoinedHosts, num_replicas
@@ -200,3 +202,32 @@ def test_a_replica_goes_to_the_host_that_joined_and_none_to_one_that_leaves():
     assert [take(f"generator-{number}") for number in (3, 4)] == [[0], [0]]
     with pytest.raises(ValueError, match="free GPUs: 0 of 2 on a"):
         take("generator-5")
+
+
+class Slow:
+    """Monarch's meshes of a host: they take a moment to stop. And its lease, whose worker is dead."""
+
+    async def stop(self, *_):
+        await asyncio.sleep(0.05)
+
+    def answers(self, within_s):
+        return False
+
+    def end(self):
+        pass
+
+
+async def test_a_host_that_dies_while_it_is_asked_to_leave_is_removed_once():
+    hosts = attach.Hosts(mesh=Slow(), hosts=[Host(address=f"10.0.0.{i}:1", num_cores=2) for i in (1, 2)], attached=True)
+    hosts._single[1], hosts.leases[1] = Slow(), Slow()
+    hosts.joined.add(1)
+    launcher = ActorLauncher(log_dir=None, start_timeout_s=5, call_timeout_s=5, hosts=hosts)
+    size = MeshSize(role="generator-1", num_ranks=1, replica=True, host=1)
+    place = launcher._devices.take(size)
+    launcher._replicas["generator-1"] = _Replica("generator-1", None, None, 0, size, place, processes=Slow())
+    replicas = SimpleNamespace(serving=lambda: ["generator-0"], coming=lambda: [])
+    gone = asyncio.ensure_future(launcher._host_gone("generator-1"))  # the repair
+    await asyncio.sleep(0.02)
+    await JoinedHosts(launcher, replicas, None).leave("tcp://10.0.0.2:1")
+    assert await gone == "host 10.0.0.2:1 is gone"
+    assert hosts.present() == [0] and not hosts.joined and not hosts.leases
