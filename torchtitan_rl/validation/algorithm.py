@@ -124,6 +124,7 @@ def check_workflow(workflow: Callable | None) -> None:
     """Raises ValueError for a workflow that cannot be called as workflows are."""
     if workflow is None:
         return
+    check_function("algorithm.workflow", workflow)
     try:
         inspect.signature(workflow).bind(None, None, rollout_id="", seed=0)
     except (TypeError, ValueError) as error:
@@ -447,10 +448,12 @@ def check_schedule(where: str, schedule: ScheduleConfig) -> None:
         )
 
 
-def check_function(where: str, function: Any, module: ModuleType) -> None:
+def check_function(where: str, function: Any, module: ModuleType | None = None) -> None:
     """Raises ValueError for what is no function, with a function of `module` that may be meant."""
     if callable(function):
         return
+    if module is None:
+        raise ValueError(f"{where}={function!r}: is not a function; give the function itself, not its name")
     near = difflib.get_close_matches(str(function), module.__all__, 1)
     hint = f"did you mean the function {module.__name__}.{near[0]}?" if near else f"see {module.__name__} for some"
     raise ValueError(f"{where}={function!r}: is not a function; give the function itself, not its name; {hint}")

@@ -16,6 +16,7 @@ from torchtitan_rl.health.siblings import compares_siblings
 from torchtitan_rl.tasks.curriculum import Curriculum
 from torchtitan_rl.tasks.mixture import Mixture
 from torchtitan_rl.tasks.pass_rate_filter import PassRateFilter
+from torchtitan_rl.validation.algorithm import check_function
 from torchtitan_rl.validation.functions import made_up_group
 
 __all__ = ["check_batches"]
@@ -35,6 +36,7 @@ def _check_source(algorithm: AlgorithmConfig) -> None:
     source = algorithm.batch_source
     if source is None:
         return
+    check_function("algorithm.batch_source", source)
     if algorithm.max_policy_lag:
         raise ValueError(
             f"algorithm.batch_source={function_name(source)}: makes batches one at a time, and "

@@ -11,6 +11,7 @@ from torchtitan_rl.families import DecoderShape
 from torchtitan_rl.model.converters import check_converters
 from torchtitan_rl.model.files import has_weights
 from torchtitan_rl.model.shape import resolve_shape
+from torchtitan_rl.validation.algorithm import check_function
 
 __all__ = ["check_trainer", "check_degree", "check_context", "check_experts_kernel"]
 
@@ -18,6 +19,8 @@ __all__ = ["check_trainer", "check_degree", "check_context", "check_experts_kern
 def check_trainer(where: str, trainer: TrainerConfig, model: ModelConfig, longest: int) -> None:
     """Raises ValueError for a layout that does not fit the model or `longest`, the run's longest sequence in tokens."""
     check_converters(trainer.converters, f"{where}.converters")
+    if trainer.post_optimizer_build_fn is not None:
+        check_function(f"{where}.post_optimizer_build_fn", trainer.post_optimizer_build_fn)
     if trainer.lora is not None:
         _check_adapters(where, trainer.lora)
     parallel, shape = trainer.parallelism, resolve_shape(model)

@@ -1,4 +1,4 @@
-"""What a trainer's layout and settings cannot be on this device."""
+"""What a trainer's layout and settings cannot be on this device, and functions that are none."""
 
 import pytest
 import torch
@@ -29,3 +29,15 @@ def test_variable_length_attention_is_refused_where_it_cannot_compute_in_the_mod
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     config.trainer.training.mixed_precision_param = "bfloat16"
     validate(config)
+
+
+@pytest.mark.parametrize(
+    ("section", "name"),
+    [("algorithm", "workflow"), ("algorithm", "batch_source"), ("trainer", "post_optimizer_build_fn")],
+)
+def test_the_name_of_a_function_is_not_a_function(section, name):
+    config = run_config()
+    setattr(getattr(config, section), name, "mine.py:play")
+    assert refusal(validate, config) == (
+        f"{section}.{name}='mine.py:play': is not a function; give the function itself, not its name"
+    )
