@@ -19,13 +19,19 @@ _FREE_PROMPTS = 2048
 where a model has fewer positions."""
 
 
-def longest_rollout(config: RunConfig) -> int:
-    """The most tokens that the sampling limits allow a rollout."""
+def longest_rollout(config: RunConfig) -> tuple[int, str]:
+    """(the most tokens that a rollout may have, where the number comes from)."""
     sampling = config.sampling
-    longest = max(sampling.max_prompt_tokens + sampling.max_tokens, sampling.max_rollout_tokens)
-    if config.algorithm.workflow is None or config.algorithm.asks_teacher:
-        return longest
-    return max(longest, min([_FREE_PROMPTS, *(_num_positions(model) for _, model in config.trainers().values())]))
+    lengths = [
+        (sampling.max_prompt_tokens + sampling.max_tokens, "sampling.max_prompt_tokens + max_tokens"),
+        (sampling.max_rollout_tokens, "sampling.max_rollout_tokens"),
+    ]
+    if config.algorithm.workflow is not None and not config.algorithm.asks_teacher:
+        lengths.append((_FREE_PROMPTS, "a workflow's own prompts"))
+        positions = min(_num_positions(model) for _, model in config.trainers().values())
+        if positions < _FREE_PROMPTS:
+            lengths[-1] = (positions, "the model's positions, for a workflow's own prompts")
+    return max(lengths, key=lambda length: length[0])
 
 
 def _num_positions(model: ModelConfig) -> int:
@@ -42,19 +48,18 @@ def _num_positions(model: ModelConfig) -> int:
 
 def open_fields(config: RunConfig) -> dict[str, str]:
     """Dotted path -> where its value comes from, for every field that the config leaves open."""
-    sampling = config.sampling
-    limits = "max_rollout_tokens" if sampling.max_rollout_tokens else "max_prompt_tokens + max_tokens"
+    _, source = longest_rollout(config)
     sources = {}
     if not config.trainer.training.seq_len:
-        sources["trainer.training.seq_len"] = f"from sampling.{limits}"
+        sources["trainer.training.seq_len"] = f"from {source}"
     for name, role in config.roles.configured().items():
         if role.trainer is None:
             sources[f"roles.{name}.trainer"] = "from trainer"
         elif not role.trainer.training.seq_len:
-            sources[f"roles.{name}.trainer.training.seq_len"] = f"from sampling.{limits}"
+            sources[f"roles.{name}.trainer.training.seq_len"] = f"from {source}"
     if not config.generator.max_model_len:
         twice = "twice " if config.algorithm.asks_teacher else ""
-        sources["generator.max_model_len"] = f"from {twice}sampling.{limits}"
+        sources["generator.max_model_len"] = f"from {twice}{source}"
     if config.generator.num_spares is None:
         sources["generator.num_spares"] = "from generator.num_replicas"
     if config.generator.record_routing is None:
@@ -73,7 +78,7 @@ def settled(config: RunConfig) -> RunConfig:
     """
     if not open_fields(config):
         return config
-    longest = longest_rollout(config)
+    longest, _ = longest_rollout(config)
     trainers = {name: _with_length(trainer, longest) for name, (trainer, _) in config.trainers().items()}
     roles: dict[str, Any] = {
         name: dataclasses.replace(role, trainer=trainers[name]) for name, role in config.roles.configured().items()

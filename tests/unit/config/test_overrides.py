@@ -173,7 +173,11 @@ def test_lengths_follow_from_the_sampling_limits(capsys):
     assert settled(made) is made and not open_fields(made)
     show(config)
     assert "--generator.max-model-len 20  # from sampling.max_prompt_tokens + max_tokens" in capsys.readouterr().out
+    assert open_fields(config)["trainer.training.seq_len"] == "from sampling.max_prompt_tokens + max_tokens"
+    config.sampling.max_rollout_tokens = 15  # less than a prompt and a completion
+    assert open_fields(config)["trainer.training.seq_len"] == "from sampling.max_prompt_tokens + max_tokens"
     config.sampling.max_rollout_tokens = 30
+    assert open_fields(config)["trainer.training.seq_len"] == "from sampling.max_rollout_tokens"
     assert settled(config).trainer.training.seq_len == settled(config).generator.max_model_len == 30
     config.sampling.max_tokens = 100
     assert refusal(validate, config) == (
@@ -190,8 +194,10 @@ def test_lengths_for_a_workflow_fit_the_models(tmp_path):
     config.trainer, config.generator.max_model_len, config.algorithm.workflow = TrainerConfig(), 0, my_workflow
     validate(config)
     assert settled(config).trainer.training.seq_len == settled(config).generator.max_model_len == 64
+    assert open_fields(config)["generator.max_model_len"] == "from the model's positions, for a workflow's own prompts"
     config.model.shape.max_seq_len = 4096
     assert settled(config).trainer.training.seq_len == 2048
+    assert open_fields(config)["generator.max_model_len"] == "from a workflow's own prompts"
     config.roles.reference = RoleConfig(model=ModelConfig(assets=str(tmp_path)))
     (tmp_path / "config.json").write_text(json.dumps(config.model.shape.to_hf(1, 0) | {"max_position_embeddings": 100}))
     assert settled(config).roles.reference.trainer.training.seq_len == settled(config).generator.max_model_len == 100
