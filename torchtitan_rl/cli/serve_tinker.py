@@ -57,8 +57,9 @@ def run(args: argparse.Namespace) -> int:
     if args.outcome is not None:
         attempt(args.outcome)
     options = TinkerOptions(**{field.name: getattr(args, field.name) for field in dataclasses.fields(TinkerOptions)})
-    config = settled(adapted(configured(args), options))
+    config = adapted(configured(args), options)
     validate(config)
+    config = settled(config)
     if args.max_restarts and args.outcome is None:
         arguments = without_restarts(args.argv[args.argv.index("serve-tinker") + 1 :])
         directory = config.output_dir

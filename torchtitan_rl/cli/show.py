@@ -13,6 +13,7 @@ from torchtitan_rl.config.values import shell_text
 from torchtitan_rl.launch.inventory import meshes
 from torchtitan_rl.model.memory import gpu_parts, num_adapter_parameters, run_parts, takes_turns
 from torchtitan_rl.model.shape import resolve_shape
+from torchtitan_rl.validation.fields import check_fields
 
 __all__ = ["add_arguments", "run", "show"]
 
@@ -28,7 +29,8 @@ def run(args: argparse.Namespace) -> int:
 
 def show(config: RunConfig) -> None:
     """Prints every field as the flag that sets the field, with a remark where the value was derived, then the memory
-    estimate."""
+    estimate. Raises ValueError for a field that another one cannot be derived from."""
+    check_fields(config)
     derived = open_fields(config)
     config = settled(config)
     for path, value in flat(config):
