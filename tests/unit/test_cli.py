@@ -1,6 +1,7 @@
 """The command itself: near names, an example in each verb's help, what shells complete."""
 
 import argparse
+import importlib.metadata
 import os
 import shlex
 import shutil
@@ -29,6 +30,7 @@ EVERY = list(VERBS)
     [
         (["trian", QUICKSTART], "verb='trian': there is no such verb; did you mean train?"),
         (["xyz"], "verb='xyz': there is no such verb; use one of quickstart, train, "),
+        (["--debug", "train", QUICKSTART], "'--debug': the verb comes first; write torchtitan-rl VERB --debug"),
         (["train", QUICKSTART, "--dry-rn"], "--dry-rn: there is no such option; did you mean --dry-run?"),
         (
             ["train", QUICKSTART, "--max_restart=3"],
@@ -68,13 +70,35 @@ def test_a_step_until_which_no_run_goes_is_refused(words, said, capsys):
         (["--serve", "0", "--serve-host", "0.0.0.0"], "--serve-host=0.0.0.0: other machines reach it"),
         (["--serve", "0", "--api-key-file", "nowhere"], "--api-key-file=nowhere: cannot be read"),
         (["--resume", "runs/nowhere"], "--resume=runs/nowhere: there is no such directory"),
-        (["--max-restarts", "-2"], "--max-restarts=-2: must not be negative"),
         (["--hosts", ""], "hosts='': is not the address of a worker; write tcp://HOST:PORT"),
     ],
 )
 def test_a_dry_run_refuses_what_the_run_would_refuse(words, said, capsys):
     assert main.main(["train", QUICKSTART, "--dry-run", *words]) == 1
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["train"], ["serve-tinker"], ["sweep", "--seeds", "0", "--set", "seed=1,2"]])
+def test_a_negative_number_of_restarts_is_refused_by_every_verb(words, capsys):
+    with pytest.raises(SystemExit):
+        main.main([words[0], QUICKSTART, *words[1:], "--max-restarts", "-1"])
+    assert "argument --max-restarts: -1: must not be negative; use 0 for none" in capsys.readouterr().err
+
+
+def test_the_version_needs_no_verb(capsys):
+    assert main.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"torchtitan-rl {importlib.metadata.version('torchtitan-rl')}\n"
+
+
+@pytest.mark.parametrize("verb", ["show", "serve-tinker"])
+def test_a_field_of_another_type_is_named_before_anything_is_derived(verb, tmp_path, capsys):
+    file = tmp_path / "config.py"
+    file.write_text(
+        "from tests.kit.run_config import run_config\n\n\ndef config():\n    made = run_config()\n"
+        "    made.sampling.max_tokens = '64'\n    made.trainer.training.seq_len = 0\n    return made\n"
+    )
+    assert main.main([verb, str(file)]) == 1
+    assert "sampling.max_tokens='64': is of type str, the field takes int" in capsys.readouterr().err
 
 
 NUMBERED = """

@@ -7,6 +7,7 @@ import difflib
 import sys
 import traceback
 import warnings
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from torchtitan_rl.cli.exit_status import fail, flush
@@ -28,6 +29,11 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["quickstart"]:
         argv = ["train", str(QUICKSTART), *argv[1:]]
+    if argv == ["--version"]:
+        print(f"torchtitan-rl {_version()}")
+        return 0
+    if argv and argv[0].startswith("-") and argv[0] not in ("-h", "--help"):
+        return fail(f"argument={argv[0]!r}: the verb comes first; write torchtitan-rl VERB {argv[0]}")
     if argv and not argv[0].startswith("-") and argv[0] not in VERBS:
         near = difflib.get_close_matches(argv[0], VERBS, 1)
         hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(VERBS)}"
@@ -58,6 +64,13 @@ def main(argv: list[str] | None = None) -> int:
         return fail(error_text(error))
 
 
+def _version() -> str:
+    try:
+        return version("torchtitan-rl")
+    except PackageNotFoundError:
+        return "of a checkout that is not installed"
+
+
 class _WithDefaults(argparse.RawDescriptionHelpFormatter):
     """Descriptions as they are written, and the default of an option that has a number or a text as one."""
 
@@ -77,6 +90,7 @@ def _parser(chosen: str = "") -> argparse.ArgumentParser:
         description="Reinforcement learning of language models on torchtitan, Monarch, vLLM and TorchStore.",
         epilog=_FIELDS,
     )
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
     subparsers = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name, verb in VERBS.items():
         subparser = subparsers.add_parser(

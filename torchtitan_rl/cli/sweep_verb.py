@@ -13,7 +13,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from torchtitan_rl.cli.controller_run import checked_backend
-from torchtitan_rl.cli.verb_arguments import add_config, add_processes, configured
+from torchtitan_rl.cli.verb_arguments import add_config, add_max_restarts, add_processes, configured
 from torchtitan_rl.launch.slurm import add_job_options
 from torchtitan_rl.record.console.notices import say
 
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--keep-all", action="store_true", help="train every arm with every seed, stop none")
     parser.add_argument("--dry-run", action="store_true", help="validate everything, say what would run")
-    parser.add_argument("--max-restarts", type=int, default=0, metavar="N", help="of each run that is killed or fails")
+    add_max_restarts(parser, 0, "of each run that is killed or fails")
     parser.add_argument("--no-reward-check", action="store_true", help="as for train")
     add_processes(parser)
     parser.add_argument(
@@ -126,8 +126,6 @@ def _checked(args: argparse.Namespace) -> tuple[Plan, list[int]]:
         raise ValueError(
             f"--{wrong.replace('_', '-')}={getattr(args, wrong)}: is for jobs of Slurm; add --slurm, or leave it out"
         )
-    if args.max_restarts < 0:
-        raise ValueError(f"--max-restarts={args.max_restarts}: must not be negative; use 0 for none")
     seeds = read_seeds(args.seeds)
     own = read_seeds(args.only_seeds, "--only-seeds") if args.only_seeds else seeds
     if unknown := sorted(set(own) - set(seeds)):

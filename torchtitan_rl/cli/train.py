@@ -95,8 +95,6 @@ def train(args: argparse.Namespace, config: RunConfig, prepare: Callable[[], obj
     _check_until(args.until, config)
     config = settled(config)
     backend = checked_backend(args, config, generators_only=False)
-    if args.max_restarts < 0:
-        raise ValueError(f"--max-restarts={args.max_restarts}: must not be negative; use 0 for none")
     if (served_at := address(args, args.serve, args.serve_host)) is not None:
         served_at.check("--serve-host")
     if args.dry_run:

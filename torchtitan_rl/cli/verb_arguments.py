@@ -15,6 +15,7 @@ __all__ = [
     "add_api_key_file",
     "add_checkpoint",
     "add_config",
+    "add_max_restarts",
     "add_processes",
     "add_restarts",
     "address",
@@ -66,8 +67,19 @@ def add_processes(parser: argparse.ArgumentParser) -> None:
 
 def add_restarts(parser: argparse.ArgumentParser, default: int, text: str) -> None:
     """How often a supervisor starts the verb again, and where the attempt that it started reports to it."""
-    parser.add_argument("--max-restarts", type=int, default=default, metavar="N", help=text)
+    add_max_restarts(parser, default, text)
     parser.add_argument("--outcome", type=int, help=argparse.SUPPRESS)
+
+
+def add_max_restarts(parser: argparse.ArgumentParser, default: int, text: str) -> None:
+    parser.add_argument("--max-restarts", type=_num_restarts, default=default, metavar="N", help=text)
+
+
+def _num_restarts(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{number}: must not be negative; use 0 for none")
+    return number
 
 
 def without_restarts(arguments: list[str]) -> list[str]:

@@ -147,7 +147,6 @@ SWEEP = ["--seeds", "0..2", "--set", "trainer.optimizer.lr=1e-3,1e-4"]
         (["--seeds", "0..2", "--set", "trainer.optimizer.lr=1e-3"], "is one arm"),
         (["--seeds", "0..2", "--set", "a=1,2", "--seed", "4"], "--seed: a sweep has a parent for each of its seeds"),
         (["--seeds", "0..2", "--set", "a=1,2", "--at", "500"], "--at=500: must be from 0"),
-        (["--seeds", "0", "--set", "trainer.optimizer.lr=1,2", "--max-restarts", "-1"], "--max-restarts=-1: must not"),
         ([*SWEEP, "--only-seeds", "1..3"], "--only-seeds=1..3: 3 is no seed of --seeds=0..2; use some of them"),
         ([*SWEEP, "--only-seeds", "x"], "--only-seeds=x: is no list of seeds"),
         ([*SWEEP, "--slurm", "--only-seeds", "1"], "--only-seeds=1: is chosen for each job of the array"),
