@@ -22,7 +22,7 @@ max_restarts=0
 arguments=()
 while (($#)); do
   case $1 in
-    --max-restarts) max_restarts=$2; shift ;;
+    --max-restarts) max_restarts=${2:?--max-restarts: has no number; write --max-restarts N}; shift ;;
     --max-restarts=*) max_restarts=${1#*=} ;;
     *) arguments+=("$1") ;;
   esac

@@ -58,6 +58,10 @@ def torchrun_problem(environment: Mapping[str, str]) -> str:
         if not text.isdigit():
             return f"{name}={text!r}: is not a number; give the number of hosts in NNODES and this host's in NODE_RANK"
     num_hosts, rank = map(int, numbers.values())
+    if num_hosts < 1:
+        return f"NNODES={num_hosts}: a run needs a host; give the number of hosts"
+    if rank >= num_hosts:
+        return f"NODE_RANK={rank}: with NNODES={num_hosts} the last rank is {num_hosts - 1}; give this host's, from 0"
     if num_hosts == 1:
         return ""
     if own and (address := loopback(own)):

@@ -1,7 +1,10 @@
 """Addresses that lead back to the host that uses them: each sentence, and what is not refused."""
 
+import os
 import re
 import socket
+import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -30,6 +33,21 @@ def torchrun(**environment: str) -> str:
 
 def test_one_host_may_be_its_own_loopback():
     assert torchrun_problem({}) == torchrun_problem({"NNODES": "1", "MASTER_ADDR": "own"}) == ""
+
+
+def test_a_rank_that_does_not_exist():
+    assert torchrun(NODE_RANK="2", MASTER_ADDR="10.0.0.1") == (
+        "NODE_RANK=2: with NNODES=2 the last rank is 1; give this host's, from 0"
+    )
+    assert torchrun(NODE_RANK="1", MASTER_ADDR="10.0.0.1", TORCHTITAN_RL_HOST_ADDRESS="10.0.0.2") == ""
+    assert torchrun(NNODES="0").startswith("NNODES=0: a run needs a host")
+
+
+def test_the_script_says_that_a_number_is_missing():
+    script = Path(__file__).parents[3] / "scripts" / "train_torchrun.sh"
+    environment = os.environ | {"TORCHTITAN_RL_PYTHON": "/bin/true"}
+    done = subprocess.run([script, "a.py", "--max-restarts"], env=environment, capture_output=True, text=True)
+    assert done.returncode != 0 and "--max-restarts: has no number; write --max-restarts N" in done.stderr
 
 
 def test_rank_0_by_the_name_that_its_own_host_has_for_it():
