@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from torchtitan_rl.cli.controller_run import checked_backend
 from torchtitan_rl.cli.verb_arguments import add_config, add_max_restarts, add_processes, configured
-from torchtitan_rl.launch.slurm import add_job_options
+from torchtitan_rl.launch.slurm import STOP_BEFORE_S, add_job_options
 from torchtitan_rl.record.console.notices import say
 
 if TYPE_CHECKING:
@@ -121,8 +121,10 @@ def _checked(args: argparse.Namespace) -> tuple[Plan, list[int]]:
     config = configured(args)
     if any(word.split("=")[0] == "--seed" for word in args.overrides):
         raise ValueError("--seed: a sweep has a parent for each of its seeds; give them as --seeds")
-    job_options = ("at_once", "gpus_per_host", "time_limit", "partition", "account")
-    if not args.slurm and (wrong := next((name for name in job_options if getattr(args, name)), "")):
+    job_options = {"at_once": 0, "gpus_per_host": 0, "time_limit": "", "partition": "", "account": ""}
+    job_options["stop_before"] = STOP_BEFORE_S
+    given = (name for name, default in job_options.items() if getattr(args, name) != default)
+    if not args.slurm and (wrong := next(given, "")):
         raise ValueError(
             f"--{wrong.replace('_', '-')}={getattr(args, wrong)}: is for jobs of Slurm; add --slurm, or leave it out"
         )

@@ -27,10 +27,23 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
+_OF_OTHERS = {
+    "slurm": ("namespace", "image"),
+    "slurm-join": ("resume", "max_restarts", "namespace", "image"),
+    "kubernetes": ("requeue", "max_restarts", "time_limit", "stop_before", "partition", "account"),
+}
+"""Scheduler -> the options that mean nothing to it."""
+
 
 def main(argv: list[str]) -> int:
     """Submits a job, or with --dry-run prints the job. Returns an exit status."""
-    args, overrides = _parser().parse_known_args(argv)
+    parser = _parser()
+    args, overrides = parser.parse_known_args(argv)
+    for name in _OF_OTHERS[args.scheduler]:
+        if (value := getattr(args, name)) != parser.get_default(name):
+            flag = f"--{name.replace('_', '-')}={value}" if name != "requeue" else f"--{'' if value else 'no-'}requeue"
+            print(f"error: {flag}: is not for scheduler={args.scheduler}; leave it out", file=sys.stderr)
+            return 1
     for name, least in (("num_hosts", 1), ("gpus_per_host", 0), ("max_restarts", 0)):
         if (number := getattr(args, name)) < least:
             flag = f"--{name.replace('_', '-')}"
@@ -133,9 +146,10 @@ def _slurm_join(args: argparse.Namespace, overrides: list[str]) -> int:
     from torchtitan_rl.launch.request import check_going_on
 
     try:
-        if overrides or args.resume or args.max_restarts:
-            wrong = " ".join(overrides) or f"--resume={args.resume}, --max-restarts={args.max_restarts}"
-            raise ValueError(f"{wrong}: is for a job with a run of its own; a host that joins has the run's config")
+        if overrides:
+            raise ValueError(
+                f"{' '.join(overrides)}: is for a job with a run of its own; a host that joins has the run's config"
+            )
         if not args.dry_run:
             check_tools()
         run = Path(args.config)
@@ -172,8 +186,6 @@ def _say_nothing(logger: str) -> None:
 def _kubernetes(args: argparse.Namespace, config: RunConfig, overrides: list[str]) -> int:
     """Pods run the workers. The controller runs on this machine, which must be inside the cluster."""
     print("note: validated by --dry-run only: no Kubernetes has been given such a job yet", file=sys.stderr)
-    if args.requeue:
-        raise ValueError("--requeue: is Slurm's; use train --max-restarts, or the cluster's restart policy")
     train = [sys.executable, "-m", "torchtitan_rl.cli", "train", args.config, *overrides, "--hosts", "job"]
     if args.resume:
         if not config.output_dir:

@@ -18,7 +18,19 @@ from pathlib import Path
 
 from torchtitan_rl.types.ends import PREEMPTED_STATUS
 
-__all__ = ["SlurmJob", "add_job_options", "array_script", "script", "join_script", "check_tools", "submit"]
+__all__ = [
+    "STOP_BEFORE_S",
+    "SlurmJob",
+    "add_job_options",
+    "array_script",
+    "script",
+    "join_script",
+    "check_tools",
+    "submit",
+]
+
+STOP_BEFORE_S = 120
+"""The default of --stop-before."""
 
 _TOOLS = ("sbatch", "srun", "scontrol", "scancel")
 
@@ -171,7 +183,7 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stop-before",
         type=int,
-        default=120,
+        default=STOP_BEFORE_S,
         metavar="SECONDS",
         help="a Slurm job's run is asked for a checkpoint so long before the time limit (120), or up to 60 s earlier, "
         "and hosts that joined a run are asked to leave it",

@@ -62,7 +62,8 @@ def test_a_job_of_hosts_that_join_runs_one_process_a_node_and_passes_the_warning
     [
         (["runs/none"], "run='runs/none': is no directory of a run; name one, such as runs/first"),
         (["runs/none", "--seed", "1"], "--seed 1: is for a job with a run of its own; a host that joins has the run's"),
-        (["runs/none", "--max-restarts", "1"], "--resume=, --max-restarts=1: is for a job with a run of its own"),
+        (["runs/none", "--max-restarts", "1"], "--max-restarts=1: is not for scheduler=slurm-join; leave it out"),
+        (["runs/none", "--resume", "auto"], "--resume=auto: is not for scheduler=slurm-join; leave it out"),
         (["runs/none", "--num-hosts", "0"], "--num-hosts=0: must be at least 1"),
     ],
 )
@@ -141,6 +142,21 @@ def test_without_slurm_nothing_is_made_and_the_error_says_what_is_missing(tmp_pa
 def test_what_cannot_be_submitted_is_refused(arguments, expected, capsys):
     status, error = submitted(["--dry-run", *arguments], capsys)
     assert status == 1 and f"error: {expected}" in error
+
+
+@pytest.mark.parametrize(
+    "scheduler, arguments, option",
+    [
+        ("slurm", ["--image", "mine"], "--image=mine"),
+        ("kubernetes", ["--time-limit", "01:00:00"], "--time-limit=01:00:00"),
+        ("kubernetes", ["--stop-before", "60"], "--stop-before=60"),
+        ("kubernetes", ["--max-restarts", "1"], "--max-restarts=1"),
+        ("kubernetes", ["--no-requeue"], "--no-requeue"),
+    ],
+)
+def test_an_option_of_another_scheduler_is_not_ignored(scheduler, arguments, option, capsys):
+    assert jobs.main([scheduler, QUICKSTART, "--dry-run", *arguments]) == 1
+    assert capsys.readouterr().err == f"error: {option}: is not for scheduler={scheduler}; leave it out\n"
 
 
 def test_a_job_that_goes_on_by_itself_goes_on_in_one_directory(capsys):

@@ -153,6 +153,7 @@ SWEEP = ["--seeds", "0..2", "--set", "trainer.optimizer.lr=1e-3,1e-4"]
         ([*SWEEP, "--slurm", "--hosts", "tcp://a:1"], "--hosts=tcp://a:1: is chosen for each job of the array"),
         ([*SWEEP, "--at-once", "2"], "--at-once=2: is for jobs of Slurm; add --slurm, or leave it out"),
         ([*SWEEP, "--time-limit", "01:00:00"], "--time-limit=01:00:00: is for jobs of Slurm"),
+        ([*SWEEP, "--stop-before", "60"], "--stop-before=60: is for jobs of Slurm; add --slurm, or leave it out"),
         ([*SWEEP, "--slurm", "--at-once", "-1"], "--at-once=-1: must not be negative"),
         ([*SWEEP, "--slurm", "--stop-before", "70000"], "--stop-before=70000: sbatch takes 0 to 65535 seconds"),
         ([*SWEEP, "--slurm", "--trainer.num-hosts", "2"], "trainer.num_hosts=2 (policy): the launch has 1 host"),
