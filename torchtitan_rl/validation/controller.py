@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from torchtitan_rl.config.run import ControllerConfig
 from torchtitan_rl.config.stopping import StopConfig
 from torchtitan_rl.types import MIN_TEMPERATURE
@@ -39,6 +41,8 @@ def check_evaluations(config: ControllerConfig) -> None:
             raise ValueError(
                 f"{where}.pass_at_k={eval_set.pass_at_k}: must be between 0 and num_samples={eval_set.num_samples}"
             )
+        if eval_set.num_samples and eval_set.temperature == math.inf:
+            raise ValueError(f"{where}.temperature=inf: must be finite; use 1 for the policy's own distribution")
         if eval_set.num_samples and not eval_set.temperature >= MIN_TEMPERATURE:
             raise ValueError(
                 f"{where}.temperature={eval_set.temperature}: samples of one task would all be the same; use "

@@ -33,7 +33,7 @@ from torchtitan_rl.validation.preference import check_preference
 from torchtitan_rl.validation.record import check_profile, check_sinks
 from torchtitan_rl.validation.roles import check_roles
 from torchtitan_rl.validation.routing import check_expert_routing
-from torchtitan_rl.validation.sampling import check_limits, check_sampling
+from torchtitan_rl.validation.sampling import check_limits, check_sampling, check_stop_tokens
 from torchtitan_rl.validation.trainer import check_context, check_degree, check_trainer
 
 __all__ = ["advice", "check_local", "missing_weights", "validate"]
@@ -71,6 +71,7 @@ def validate(config: RunConfig) -> None:
     check_expert_routing(config, shape)
     check_limits(config)
     check_sampling(config)
+    check_stop_tokens(config.sampling.stop_token_ids, shape.vocab_size)
     check_degree("generator.tensor_parallel_degree", config.generator.tensor_parallel_degree, shape)
     check_context("generator.max_model_len", config.generator.max_model_len, shape, longest)
     check_engine(config.generator, shape)

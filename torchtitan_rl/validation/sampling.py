@@ -7,7 +7,7 @@ from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.config.sampling import AlteredSampling
 from torchtitan_rl.types.completions import changes
 
-__all__ = ["check_greedy", "check_limits", "check_sampling"]
+__all__ = ["check_greedy", "check_limits", "check_sampling", "check_stop_tokens"]
 
 _SAMPLES_ONLY = ("top_p", "top_k", "min_p")
 
@@ -30,6 +30,16 @@ def check_limits(config: RunConfig) -> None:
         if limit > context:
             raise ValueError(
                 f"sampling.max_rollout_tokens={limit}: exceeds {where}={context}; lower it or raise that one"
+            )
+
+
+def check_stop_tokens(stop_token_ids: list[int], vocab_size: int) -> None:
+    """Raises ValueError for a token that the model does not have."""
+    for token in stop_token_ids:
+        if not 0 <= token < vocab_size:
+            raise ValueError(
+                f"sampling.stop_token_ids={stop_token_ids}: {token} is no token of the model, whose vocabulary has 0 "
+                f"to {vocab_size - 1}; leave it out"
             )
 
 

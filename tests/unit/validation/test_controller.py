@@ -73,6 +73,9 @@ def test_rules_about_evaluations_need_evaluations():
 def test_samples_of_an_evaluation_have_a_temperature_that_the_engine_samples_at():
     sampled = ControllerConfig(eval_sets={"hard": EvalSetConfig(num_samples=4, temperature=0.01)})
     check_evaluations(sampled)
+    sampled.eval_sets["hard"].temperature = float("inf")
+    with pytest.raises(ValueError, match="hard.temperature=inf: must be finite"):
+        check_evaluations(sampled)
     for temperature in (0.005, 0.0, float("nan")):
         sampled.eval_sets["hard"].temperature = temperature
         with pytest.raises(ValueError, match="hard.temperature=.* would all be the same; use 0.01 or more"):

@@ -79,3 +79,15 @@ def test_the_verb_sample_refuses_them_before_anything_starts(flags, complaint, c
     monkeypatch.setattr(exit_status, "end_with", lambda coroutine, status=int: status(asyncio.run(coroutine)))
     assert main.main(["sample", "--checkpoint", "nowhere", "--prompt", "ab", *flags]) == 1
     assert capsys.readouterr().err.startswith(complaint)
+
+
+@pytest.mark.parametrize("token", [-1, 64])
+def test_a_token_that_the_model_does_not_have_ends_no_completion(token):
+    config = run_config()
+    config.sampling.stop_token_ids = [63]
+    validate(config)
+    config.sampling.stop_token_ids = [63, token]
+    assert refusal(validate, config) == (
+        f"sampling.stop_token_ids=[63, {token}]: {token} is no token of the model, whose vocabulary has 0 to 63; leave "
+        "it out"
+    )
