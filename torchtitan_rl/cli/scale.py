@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 from torchtitan_rl.record.console.notices import say
@@ -27,7 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _workers(text: str) -> tuple[str, ...]:
-    return tuple(filter(None, text.split(",")))
+    workers = tuple(filter(None, text.split(",")))
+    if not workers:
+        raise argparse.ArgumentTypeError(f"{text!r} names no worker; write tcp://HOST:PORT,...")
+    return workers
 
 
 def run(args: argparse.Namespace) -> int:
@@ -37,6 +41,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.replicas is not None and args.replicas < 1:
         raise ValueError(f"--replicas={args.replicas}: a run needs a generator; use at least 1")
+    if not 0 < args.timeout_s < math.inf:
+        raise ValueError(f"--timeout-s={args.timeout_s:g}: must be positive and finite; use seconds")
     join, leave = args.join or (), args.leave or ()
     for worker in (*join, *leave):
         split(worker)

@@ -52,11 +52,11 @@ def _split_overrides(config: RunConfig, arguments: list[str]) -> Iterator[tuple[
         while not equals and remaining and not remaining[0].startswith("--"):
             words.append(remaining.pop(0))
         if not words:
-            *parents, last = path.split(".")
+            *parents, last = path.replace("_", "-").split(".")
             positive = ".".join([*parents, last.removeprefix("no-")]).removeprefix("no-")
             if _is_switch(config, path):
                 words = ["True"]
-            elif positive != path and _is_switch(config, positive):
+            elif positive != path.replace("_", "-") and _is_switch(config, positive):
                 path, words = positive, ["False"]
             else:
                 raise ValueError(_no_value(config, path))

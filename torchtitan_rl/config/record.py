@@ -75,6 +75,10 @@ class RecordConfig:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
 
+_MOST_STEPS = 10_000
+"""Steps of a range of `--profile`: traces of more fill a disk."""
+
+
 def steps_of(text: str) -> list[int]:
     """The steps of a list such as "3,5-6": [3, 5, 6]. Raises ValueError for anything else."""
     steps = set()
@@ -82,5 +86,9 @@ def steps_of(text: str) -> list[int]:
         first, dash, last = part.partition("-")
         if not first.isdecimal() or (dash and not (last.isdecimal() and int(first) <= int(last))):
             raise ValueError(f"--profile={text!r}: {part!r} is no step and no range; write steps as in 3,5-6")
+        if int(last or first) - int(first) >= _MOST_STEPS:
+            raise ValueError(
+                f"--profile={text!r}: {part!r} is more than {_MOST_STEPS:,} steps, and each leaves a trace; name fewer"
+            )
         steps |= set(range(int(first), int(last or first) + 1))
     return sorted(steps)

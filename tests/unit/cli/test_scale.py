@@ -103,3 +103,17 @@ def test_what_is_no_run_or_does_not_go_on_is_refused(tmp_path, capsys):
     assert main(["scale", str(tmp_path), "--replicas", "2"]) == 1
     assert "its process is gone; begin again with --resume latest" in capsys.readouterr().err
     assert sorted(file.name for file in tmp_path.iterdir()) == ["run.lock", "status.json"]
+
+
+@pytest.mark.parametrize("seconds", ["nan", "inf", "-1"])
+def test_a_wait_without_an_end_is_refused(run, capsys, seconds):
+    assert main(["scale", str(run), "--replicas", "2", "--timeout-s", seconds]) == 1
+    assert f"--timeout-s={seconds}: must be positive and finite" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--join", "--leave"])
+def test_no_hosts_are_not_a_request(run, capsys, option):
+    with pytest.raises(SystemExit):
+        main(["scale", str(run), option, ""])
+    assert f"argument {option}: '' names no worker; write tcp://HOST:PORT,..." in capsys.readouterr().err
+    assert not replica_request.requests_in(run)

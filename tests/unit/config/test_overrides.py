@@ -95,6 +95,7 @@ def test_functions_by_module_and_by_file(tmp_path):
 def test_booleans_without_a_value():
     assert overridden("--algorithm.filters.zero-variance").algorithm.filters.zero_variance is True
     assert overridden("--weight-sync.no-verify").weight_sync.verify is False
+    assert overridden("--weight_sync.no_verify").weight_sync.verify is False
     assert overridden("--no-weight-sync.verify", "--seed", "3").weight_sync.verify is False
     assert refusal(apply_overrides, run_config(), ["--no-seed"]).startswith("--no-seed: there is no such field")
 

@@ -30,3 +30,8 @@ def test_profiles_of_what_a_run_does_not_have_are_refused():
     assert "choose from 1 to controller.num_steps=160" in refused([3, 161])
     assert refused([3], ["policy-1"]).endswith("there is no 'policy-1'; choose from policy-0, generator-0-0")
     assert refused([3], []).startswith("record.profile.ranks=[]: names no rank")
+
+
+def test_a_range_of_steps_whose_traces_fill_a_disk_is_refused():
+    with pytest.raises(ValueError, match="'5-99999999999' is more than 10,000 steps, and each leaves a trace"):
+        steps_of("3,5-99999999999")
