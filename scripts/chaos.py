@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -213,19 +214,23 @@ def kill_one(output_dir: Path, steps: int, lag: int, kills: int, who: list[str],
 
 
 def find(who: str, output_dir: Path, process: psutil.Process) -> int:
-    """Process id of the controller or of the policy's first rank, in the newest attempt."""
-    controller = psutil.Process(attempts(output_dir)[-1]["pid"])
-    if who == "controller":
-        return controller.pid
+    """Process id of the controller or of the policy's first rank, in the newest attempt. An attempt has the steps of
+    those before it, and no process at first. Raises RuntimeError where the run ends before there is one."""
 
-    def trainers() -> list[int]:
+    def pids() -> list[int]:
+        controller = psutil.Process(attempts(output_dir)[-1]["pid"])
+        if who == "controller":
+            return [controller.pid]
         return [child.pid for child in controller.children(recursive=True) if name(child, output_dir) == "policy-0"]
 
-    wait_until(
-        lambda: bool(trainers()), process
-    )  # an attempt has the steps of those before it, and no process at first
-    (trainer,) = trainers()
-    return trainer
+    def there() -> bool:
+        with suppress(psutil.NoSuchProcess):  # it has ended, and another attempt follows
+            return bool(pids())
+        return False
+
+    if not wait_until(there, process):
+        raise RuntimeError(f"the run ended before it had a {who} to kill; see {output_dir}.log")
+    return pids()[0]
 
 
 def main() -> int:
