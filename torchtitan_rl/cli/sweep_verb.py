@@ -123,8 +123,8 @@ def _checked(args: argparse.Namespace) -> tuple[Plan, list[int]]:
         raise ValueError("--seed: a sweep has a parent for each of its seeds; give them as --seeds")
     job_options = {"at_once": 0, "gpus_per_host": 0, "time_limit": "", "partition": "", "account": ""}
     job_options["stop_before"] = STOP_BEFORE_S
-    given = (name for name, default in job_options.items() if getattr(args, name) != default)
-    if not args.slurm and (wrong := next(given, "")):
+    changed = (name for name, default in job_options.items() if getattr(args, name) != default)
+    if not args.slurm and (wrong := next(changed, "")):
         raise ValueError(
             f"--{wrong.replace('_', '-')}={getattr(args, wrong)}: is for jobs of Slurm; add --slurm, or leave it out"
         )

@@ -73,12 +73,12 @@ def _ask(watch: HeartbeatWatch, number: int, _frame) -> None:
 
 
 def _run(arguments: list[str], children: list[subprocess.Popen]) -> int:
-    of_torchrun, rank, size = _join()
+    torchrun_store, rank, size = _join()
     number = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-    if (status := _final_status(of_torchrun, number)) is not None:
+    if (status := _final_status(torchrun_store, number)) is not None:
         print(f"restart {number}: the run has ended with status {status}, and is not begun again", file=sys.stderr)
         return status
-    store = _of_attempt(of_torchrun, number)
+    store = _of_attempt(torchrun_store, number)
     own = _own_address()
     worker = f"tcp://{own}:{free_port(own)}"
     store.set(f"beat/{rank}", "0")
@@ -110,14 +110,14 @@ def _join() -> tuple[dist.Store, int, int]:
     return next(dist.rendezvous("env://", timeout=timedelta(seconds=JOIN_S)))
 
 
-def _of_attempt(of_torchrun: dist.Store, number: int) -> dist.Store:
+def _of_attempt(torchrun_store: dist.Store, number: int) -> dist.Store:
     """torchrun's store outlives an attempt: what the one before has said, and how it ended, is not of the next."""
-    return dist.PrefixStore(f"attempt-{number}", of_torchrun)
+    return dist.PrefixStore(f"attempt-{number}", torchrun_store)
 
 
-def _final_status(of_torchrun: dist.Store, number: int) -> int | None:
+def _final_status(torchrun_store: dist.Store, number: int) -> int | None:
     """The exit status of an attempt before this one after which a restart does not help; None: there is none."""
-    for store in (_of_attempt(of_torchrun, earlier) for earlier in range(number)):
+    for store in (_of_attempt(torchrun_store, earlier) for earlier in range(number)):
         if store.check(["final"]):
             return int(store.get("final"))
     return None

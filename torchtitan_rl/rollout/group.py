@@ -206,9 +206,9 @@ def _check_rewards(rollout: Rollout) -> None:
     """Raises RuntimeError for a reward, a part of a reward or a turn's reward that a workflow gave and that is none,
     and for the name of a part, count or role that no metric can contain."""
     rewards = {"reward": rollout.reward} | {f"reward of turn {i}": turn.reward for i, turn in enumerate(rollout.turns)}
-    given = {name: number for name, number in rewards.items() if number is not None}
-    parts = {f"reward part {name!r}": number for name, number in rollout.reward_parts.items()}
-    for name, number in (given | parts).items():
+    numbers = {name: number for name, number in rewards.items() if number is not None}
+    numbers |= {f"reward part {name!r}": number for name, number in rollout.reward_parts.items()}
+    for name, number in numbers.items():
         if not is_reward(number):
             raise RuntimeError(
                 f"algorithm.workflow: gave {name} {number!r} for task {rollout.task.id!r}; give {A_REWARD}"
