@@ -1,6 +1,6 @@
 """What pairing is worth for the final accuracy: ten runs of other seeds, each beside a fork of itself.
 
-    .venv/bin/python -m benchmarks.paired_seeds --output-dir DIR [--seeds 0 1 2] [--at 120 140 150]
+    .venv/bin/python -m benchmarks.paired_seeds --output-dir DIR [--seeds 0 1 2] [--at 140 150]
 
 Each seed trains the quickstart whole, with its own schedule. Forks of every run go on to the end with the change. Of
 the ten pairs at each fork point are printed: the mean difference of greedy accuracy at the end, over 512 test tasks and
@@ -38,7 +38,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", type=Path, required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(10)))
-    parser.add_argument("--at", type=int, nargs="+", default=[120, 140, 150], help="steps to fork at, of 160")
+    parser.add_argument("--at", type=int, nargs="+", default=[140, 150], help="steps to fork at, of 160")
     parser.add_argument("--set", default="trainer.optimizer.lr=8e-4", metavar="PATH=VALUE", help="the change")
     args = parser.parse_args()
     if len(args.seeds) < 3:
