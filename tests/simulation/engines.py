@@ -119,7 +119,7 @@ class FakeReplica:
                         self.world.cancelled(asked)
                         self._complete(round_, index, None)
 
-        self._after(self.world.between(0.005, 0.1), self._answer, answer, cancelled)
+        self._after(0.01, self._answer, answer, cancelled)
 
     def fetch(self, answer: asyncio.Future, version: int, verify: bool) -> None:
         def fetched() -> None:

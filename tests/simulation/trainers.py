@@ -35,7 +35,7 @@ _SECONDS = {
     "load_checkpoint": (0.5, 3.0),
 }
 """Endpoint -> the least and the most virtual seconds of a call; any other call takes 0.01 s."""
-_TURNS_OF_A_PUSH = 6
+_TURNS_OF_A_PUSH = 5
 """Turns of the event loop that the answer to a push takes, as one that comes through a mesh: requests that begin
 meanwhile meet the pull that the answer sets off."""
 

@@ -208,9 +208,13 @@ def test_the_status_is_the_verbs_whatever_became_of_its_output(stream, monkeypat
 async def test_a_run_has_its_status_whatever_became_of_stderr(end, status, monkeypatch, tmp_path):
     """As after `train CONFIG 2>&1 | head`."""
 
+    async def finish_at_end():
+        pass
+
     async def start(**_):
         return SimpleNamespace(
             run_dir=SimpleNamespace(path=tmp_path),
+            checkpoints=SimpleNamespace(finish_at_end=finish_at_end),
             config=SimpleNamespace(record=SimpleNamespace(timeline=False)),
             state=SimpleNamespace(phase="reinforcement", phase_step=3),
             launcher=SimpleNamespace(kill=lambda: None),

@@ -186,7 +186,7 @@ class Engine:
         for request in requests:
             self._num_requests += 1
             command.argument.append((str(self._num_requests), request))
-            futures.append(Future())
+            futures.append(_future())
         self._send(command, futures)
         return futures
 
@@ -234,7 +234,7 @@ class Engine:
     def probe(self) -> Future:
         """Done once the engine's thread has answered, between two iterations. Not a command: other ranks do not see
         it."""
-        future: Future = Future()
+        future = _future()
         self._probes.put(future)
         if self._failure is not None:
             raise RuntimeError(f"the engine has stopped: {self._failure!r}")
@@ -258,7 +258,7 @@ class Engine:
         return "" if self._config.model_impl == "vllm" else self.model.unequal_tie(tensors)
 
     def _send_one(self, command: Command) -> Future:
-        future: Future = Future()
+        future = _future()
         self._send(command, [future])
         return future
 
@@ -750,6 +750,13 @@ class Engine:
             self._engine.wake_up(tags=[part])
         self._asleep.discard(part)
         _answer(futures)
+
+
+def _future() -> Future:
+    """A future that its caller cannot cancel, because the engine's thread sets its result."""
+    future: Future = Future()
+    future.set_running_or_notify_cancel()
+    return future
 
 
 def _answer(futures: list[Future], error: str = "") -> None:

@@ -61,6 +61,13 @@ def test_requests_of_all_calls_that_wait_are_admitted_before_the_next_step(engin
     assert engine._engine.at_steps == [6, 6]
 
 
+def test_a_caller_cannot_cancel_a_future_that_the_engines_thread_sets(engine):
+    (request,), load, probe = engine.submit([REQUEST]), engine.load(1), engine.probe()
+    assert not (request.cancel() or load.cancel() or probe.cancel())
+    engine._answer_probes()
+    assert probe.result(timeout=0) is None
+
+
 def test_an_engine_whose_runner_draws_by_old_numbers_does_not_schedule_ahead(engine, monkeypatch):
     monkeypatch.setattr(engine_module.LLMEngine, "from_engine_args", lambda args: Recorded())
     monkeypatch.setattr(engine_module.vllm_internals, "model", lambda built: None)
