@@ -75,7 +75,9 @@ def output_path(config: RunConfig, *, absolute: bool) -> Path:
 
 
 def dated(name: str) -> str:
-    """The path of a new run directory: runs/NAME-DATE-TIME."""
+    """The path of a new run directory: runs/NAME-DATE-TIME. Raises ValueError for a name that is no part of a path."""
+    if not name or "/" in name:
+        raise ValueError(f"name={name!r}: names no directory in runs/; use a name without '/', or set output_dir")
     return f"runs/{name}-{datetime.now():%Y%m%d-%H%M%S}"
 
 

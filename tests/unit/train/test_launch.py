@@ -11,6 +11,7 @@ from torchtitan_rl.config.load import load_config
 from torchtitan_rl.serve.gateway import Gateway
 from torchtitan_rl.train import controller
 from torchtitan_rl.train.controller import Controller
+from torchtitan_rl.train.start import dated
 
 
 class Backend:
@@ -87,3 +88,10 @@ async def test_a_failure_before_there_is_a_launcher_frees_the_directory(config, 
     for resume_from in ("", "auto"):  # a directory in use would be refused
         with pytest.raises(RuntimeError, match="there is no launcher"):
             await Unpublished.launch(config, resume_from=resume_from)
+
+
+@pytest.mark.parametrize("name", ["", "../elsewhere", "a/b"])
+def test_a_name_that_is_no_directory_of_runs_is_refused(name):
+    with pytest.raises(ValueError, match="names no directory in runs/"):
+        dated(name)
+    assert dated("mine").startswith("runs/mine-")
