@@ -42,7 +42,23 @@ def function_name(function: Callable) -> str:
 
 
 def _argument(value: Any) -> str:
-    return f"function({function_name(value)!r})" if callable(value) else repr(value)
+    if callable(value):
+        return f"function({function_name(value)!r})"
+    if type(value) is list:
+        return f"[{', '.join(map(_argument, value))}]"
+    if type(value) is tuple:
+        return f"({', '.join(map(_argument, value))}{',' if len(value) == 1 else ''})"
+    if type(value) is dict:
+        return "{" + ", ".join(f"{key!r}: {_argument(item)}" for key, item in value.items()) + "}"
+    return repr(value)
+
+
+def _functions_in(value: Any) -> list[Callable]:
+    """The functions that an argument is or, in lists, tuples and dictionaries, has."""
+    if callable(value):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [function for item in items for function in _functions_in(item)]
 
 
 def named(function: Callable) -> str:
@@ -82,8 +98,8 @@ def _hashes(function: Callable) -> list[str]:
     """The hash of a function's source, and those of the functions among a partial's arguments; "" where the source
     cannot be read."""
     if isinstance(function, functools.partial):
-        arguments = [*function.args, *function.keywords.values()]
-        return [sha256 for part in (function.func, *filter(callable, arguments)) for sha256 in _hashes(part)]
+        arguments = _functions_in([*function.args, *function.keywords.values()])
+        return [sha256 for part in (function.func, *arguments) for sha256 in _hashes(part)]
     try:
         return [_source_sha256(function)]
     except (OSError, TypeError):

@@ -163,8 +163,14 @@ def function_of(flag: str, text: str, current: Any = None) -> Any:
 
 
 def _argument(flag: str, text: str, argument: ast.expr) -> Any:
-    """The value of a literal, or the function of `function('module:name')`."""
+    """The value of a literal, or the function of `function('module:name')`; in lists, tuples and dictionaries too."""
     match argument:
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            values = [_argument(flag, text, item) for item in items]
+            return values if isinstance(argument, ast.List) else tuple(values)
+        case ast.Dict(keys=keys, values=items) if None not in keys:
+            names = (_argument(flag, text, key) for key in keys)
+            return {name: _argument(flag, text, item) for name, item in zip(names, items)}
         case ast.Call(func=ast.Name(id="function"), args=[ast.Constant(value=str(name))], keywords=[]):
             return function_of(flag, name, None)
         case ast.Name(id="inf" | "nan" as name):  # as Python prints such a number

@@ -12,7 +12,7 @@ from torchtitan_rl.algorithm.corrections import both, opsm, truncated_token
 from torchtitan_rl.algorithm.reductions import constant_length
 from torchtitan_rl.config.derive import settled
 from torchtitan_rl.config.recorded import recorded_config
-from torchtitan_rl.config.resolve import resolved
+from torchtitan_rl.config.resolve import function_name, resolved
 
 
 def test_a_config_reads_back_with_tuples_and_functions_with_arguments():
@@ -45,6 +45,26 @@ def test_a_changed_argument_of_a_function_is_a_changed_source_unless_an_earlier_
     assert back.algorithm.correction_fn.keywords == {"first": truncated_token, "second": opsm}
     del recorded["argument_sha256"]
     assert recorded_config(plain, "run")[1] == {}
+
+
+def in_turn(inputs, functions, names=(), weights=None):
+    """A loss, for a partial with functions in its arguments."""
+
+
+def test_functions_in_lists_tuples_and_dictionaries_of_a_partial_are_read_back_and_hashed():
+    config = settled(run_config())
+    arguments = {"functions": [losses.ppo, opsm], "names": (both,), "weights": {"a": 1.5, "b": truncated_token}}
+    config.algorithm.loss_fn = partial(in_turn, **arguments)
+    plain = json.loads(json.dumps(resolved(config)))
+    back, changed = recorded_config(plain, "run")
+    assert changed == {} and back.algorithm.loss_fn.keywords == arguments
+    hashes = plain["algorithm"]["loss_fn"]["argument_sha256"]
+    assert len(set(hashes)) == 4 and "" not in hashes
+
+
+def test_arguments_without_functions_are_named_as_python_prints_them():
+    arguments = ([1, 2.5], (1,), (), ("a", None), {"b": [True]}, float("inf"))
+    assert function_name(partial(in_turn, *arguments)) == f"{__name__}:in_turn({', '.join(map(repr, arguments))})"
 
 
 def test_what_cannot_be_read_back_is_a_sentence():
