@@ -204,7 +204,13 @@ async def test_a_run_that_is_to_stop_leaves_its_evaluations_to_the_resumed_one(c
     controller = controller_of(config, tmp_path / "first")
     controller.state.phase, controller.state.warm_start = "reinforcement", {}
     log = stopping(controller, monkeypatch)
-    controller.stop.ask("SIGTERM")
+    train_on = controller.train_on
+
+    async def train_on_and_ask(groups, sampled):
+        controller.stop.ask("SIGTERM")
+        return await train_on(groups, sampled)
+
+    monkeypatch.setattr(controller, "train_on", train_on_and_ask)
     controller.state.step = 1
     with pytest.raises(Preempted, match="SIGTERM"):
         await controller.train()
@@ -232,6 +238,22 @@ async def test_a_run_that_is_asked_to_stop_in_the_last_step_of_a_phase_stops_the
         with pytest.raises(Preempted, match="SIGTERM"):
             await controller.train()
         assert log == [["checkpoint"]] and (controller.state.phase, controller.state.phase_step) == place
+
+
+async def test_a_run_that_is_asked_to_stop_during_the_first_evaluation_samples_no_batch(config, tmp_path, monkeypatch):
+    controller = controller_of(config, tmp_path)
+    controller.state.phase = "reinforcement"
+    log, evaluate_sets = stopping(controller, monkeypatch), controller.evaluate_sets
+
+    async def evaluate_and_ask():
+        await evaluate_sets()
+        controller.stop.ask("SIGTERM")
+
+    monkeypatch.setattr(controller, "evaluate_sets", evaluate_and_ask)
+    with pytest.raises(Preempted, match="SIGTERM"):
+        await controller.train()
+    assert log == [["checkpoint"]] and controller.state.warm_start is not None
+    assert [name for name, _ in evaluated(controller)] == ["letter_sort", "pairs", "seen"]
 
 
 async def test_after_an_early_end_no_evaluation_is_made_twice_at_a_step(config, tmp_path):
