@@ -1,7 +1,8 @@
 """GSM8K with a Llama 3.2 1B Instruct directory, on one 80 GB GPU that trainer and generator are on at the same time.
 
 Download the checkpoint first (`hf download meta-llama/Llama-3.2-1B-Instruct --local-dir Llama-3.2-1B-Instruct`) and
-name its directory with --model.assets. The data come from the hub, or from a local file with --task.path.
+name its directory with --model.assets. The data come from the hub, or from local files with --task.path and
+--task.test-path.
 
 A token of KV cache is 16 layers x 2 x 8 heads x 64 numbers x 2 bytes = 32 KiB, so 24 GiB hold all 512 rollouts of a
 step at their longest. `torchtitan-rl show` estimates the memory (not measured on a GPU).

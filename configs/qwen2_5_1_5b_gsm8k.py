@@ -1,7 +1,8 @@
 """GSM8K with a Qwen2.5 1.5B Instruct directory, on one 80 GB GPU that trainer and generator are on at the same time.
 
 Download the checkpoint first (`hf download Qwen/Qwen2.5-1.5B-Instruct --local-dir Qwen2.5-1.5B-Instruct`) and name
-its directory with --model.assets. The data come from the hub, or from a local file with --task.path.
+its directory with --model.assets. The data come from the hub, or from local files with --task.path and
+--task.test-path.
 
 A token of KV cache is 28 layers x 2 x 2 heads x 128 numbers x 2 bytes = 28 KiB, so 22 GiB hold all 512 rollouts of a
 step at their longest. `torchtitan-rl show` estimates the memory (not measured on a GPU).

@@ -1,7 +1,7 @@
 """GSM8K with a Qwen3-0.6B checkpoint directory, on one 80 GB GPU that trainer and generator are on at the same time.
 
 Download the checkpoint first (`hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`) and name its directory with
---model.assets. The data come from the hub, or from a local file with --task.path.
+--model.assets. The data come from the hub, or from local files with --task.path and --task.test-path.
 
 By the estimate (`torchtitan-rl show`; not measured on a GPU) the two need 67 GiB of the 80 GB card's 79, so nothing
 has to leave it: 21 the trainer (float32 parameters, gradients and moments 9, activations of 16,384 tokens and the rest

@@ -1,7 +1,7 @@
 """GSM8K with a Qwen3-4B checkpoint directory, on one 80 GB GPU that trainer and generator take turns on.
 
 Download the checkpoint first (`hf download Qwen/Qwen3-4B --local-dir Qwen3-4B`) and name its directory with
---model.assets. The data come from the hub, or from a local file with --task.path.
+--model.assets. The data come from the hub, or from local files with --task.path and --task.test-path.
 
 By the estimate (`torchtitan-rl show`; not measured on a GPU) the 80 GB card's 79 GiB carry it with 14 to spare:
 

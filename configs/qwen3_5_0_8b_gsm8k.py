@@ -1,8 +1,8 @@
 """GSM8K with the text part of a Qwen3.5 0.8B directory, on one 80 GB GPU that trainer and generator are on together.
 
 Download the checkpoint first (`hf download Qwen/Qwen3.5-0.8B --local-dir Qwen3.5-0.8B`) and name its directory with
---model.assets; its tensors for images and for guessing tokens stay unread. The data come from the hub, or from a local
-file with --task.path.
+--model.assets; its tensors for images and for guessing tokens stay unread. The data come from the hub, or from local
+files with --task.path and --task.test-path.
 
 A token of KV cache is 6 layers x 2 x 2 heads x 256 numbers x 2 bytes = 12 KiB, in blocks of some 540 tokens, which are
 as large as a state. A sequence has states of 18 layers x (16 heads x 128 x 128 numbers x 4 bytes + 3 x 6144 inputs of

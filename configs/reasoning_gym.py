@@ -1,6 +1,7 @@
 """Tasks of the `reasoning-gym` package with a Hugging Face checkpoint directory, on a GPU.
 
-Set the checkpoint with --model.assets DIR, for example a Qwen3-0.6B directory.
+Install the package first (`scripts/setup.sh reasoning-gym`). Set the checkpoint with --model.assets DIR: a Qwen3-0.6B
+directory, or another one with --model.flavor None.
 """
 
 import torchtitan_rl.config as rl

@@ -21,7 +21,7 @@ def check_sinks(record: RecordConfig) -> None:
         if getattr(record, package) and find_spec(package) is None:
             raise ValueError(
                 f"record.{package}: the package {package} is not installed; scripts/setup.sh {package}, or pip install "
-                f"'torchtitan-rl[{package}]'"
+                f"{package}"
             )
     for sink in record.sinks:
         _check_own(sink)

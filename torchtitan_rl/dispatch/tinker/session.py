@@ -23,8 +23,7 @@ def sdk() -> Any:
         tinker = import_module("tinker")
     except ImportError as error:
         raise ValueError(
-            f"backend='tinker': the service's SDK is missing ({error}); install it with pip install "
-            "'torchtitan-rl[tinker]'"
+            f"backend='tinker': the service's SDK is missing ({error}); scripts/setup.sh tinker, or pip install tinker"
         ) from error
     log = logging.getLogger(_CLIENT_LOG)
     log.removeFilter(_not_on_loading)
