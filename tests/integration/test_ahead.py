@@ -79,6 +79,17 @@ def test_no_trained_token_is_older_than_the_bound_and_no_rollout_is_missing(loop
     assert controller.draws.next_slot == slot + STEPS * per_batch  # nothing was played for no step
 
 
+def test_a_loop_of_ones_own_trains_under_a_lag(loop, controller):
+    async def step():
+        groups = await controller.rollouts(controller.draws.next(4))
+        line = await controller.train_on(groups)
+        await controller.publish()
+        return line
+
+    with ahead(controller, LAG):
+        assert loop.run_until_complete(step())["policy/lag_max"] == 0
+
+
 def test_every_slot_trains_once_and_in_time_in_the_order_of_their_ends(loop, controller):
     first, slot = controller.state.step, controller.draws.next_slot
     with ahead(controller, LAG, "finished"):

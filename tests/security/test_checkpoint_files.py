@@ -206,7 +206,7 @@ def test_export_refuses_a_hostile_checkpoint(hostile, tmp_path):
 
 def test_bad_steps_are_written_for_a_reader_that_runs_nothing(tmp_path):
     from torchtitan_rl.record.run_dir import RunDir
-    from torchtitan_rl.train.numeric_guard import note_bad_step
+    from torchtitan_rl.train.numeric_guard import count_step
     from torchtitan_rl.train.role_step import RoleStep
     from torchtitan_rl.types import Datum, OptimStepOutput
     from torchtitan_rl.types.run_state import RunState
@@ -220,9 +220,7 @@ def test_bad_steps_are_written_for_a_reader_that_runs_nothing(tmp_path):
     state = RunState(seed=0)
     state.skipped_in_a_row["policy"] = 1
     output = OptimStepOutput(**{f.name: 0.0 for f in dataclasses.fields(OptimStepOutput)})
-    note_bad_step(
-        RunDir(tmp_path), state, ["policy"], {"policy": RoleStep(output, float("nan"))}, [datum], max_skipped=3
-    )
+    count_step(RunDir(tmp_path), state, {"policy": RoleStep(output, float("nan"))}, [datum], max_skipped=3)
     [file] = (tmp_path / "bad_steps").iterdir()
     [read] = torch.load(file, weights_only=True)["data"]
     assert torch.equal(read["tokens"], datum.tokens) and Datum(**read).loss_inputs.keys() == datum.loss_inputs.keys()

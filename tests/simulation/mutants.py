@@ -112,7 +112,7 @@ async def _leave_and_release_nothing(self: MeshSamplingClient, role: str, hurry:
     if len(self._serving_indices) == 1:
         raise RuntimeError(f"{role}: is the only healthy replica; it stays")
     self._replicas[index].membership = Membership.LEFT
-    self._serving_indices = self._eligible()
+    self._update_serving()
     self._replicas[index].lost = "has left"
 
 

@@ -126,14 +126,14 @@ class FakeTrainer:
     # Operations.
 
     def _rank_forward_backward(
-        self, batches: list[Microbatch], loss_fn: LossFunction, temperature: float, loss_weight: float
+        self, microbatches: list[Microbatch], loss_fn: LossFunction, temperature: float, loss_weight: float
     ) -> RankOutput:
         rows = []
-        for batch in batches:
-            logprobs_T, mask_T = batch.loss_inputs["sampling_logprobs"], batch.loss_inputs["loss_mask"]
-            rows += (logprobs_T * mask_T).split(batch.lengths)
-            tokens = iter(zip(batch.target_tokens_T.tolist(), mask_T.tolist(), logprobs_T.tolist(), strict=True))
-            for length in batch.lengths:
+        for microbatch in microbatches:
+            logprobs_T, mask_T = microbatch.loss_inputs["sampling_logprobs"], microbatch.loss_inputs["loss_mask"]
+            rows += (logprobs_T * mask_T).split(microbatch.lengths)
+            tokens = iter(zip(microbatch.target_tokens_T.tolist(), mask_T.tolist(), logprobs_T.tolist(), strict=True))
+            for length in microbatch.lengths:
                 sampled: dict[int, list[int]] = {}
                 for token, mask, logprob in itertools.islice(tokens, length):
                     if mask:

@@ -1,8 +1,9 @@
 """The operations of the workers of a mesh, and the parts that each operation needs on the device.
 
 An operation has one name in four places: the method here, which says what it takes and needs; an endpoint of the actor
-(`PolicyTrainer`, `Generator`); the method of the rank that does the work (`TrainerRank`, `GeneratorRank`); and the
-method of a client (`MeshTrainingClient`, `MeshSamplingClient`). Everybody above calls the client, which names the
+(`PolicyTrainer`, `Generator`); the method of the rank that does the work (`TrainerRank`, `GeneratorRank`); and, for
+most of a trainer's, the method of `MeshTrainingClient`; a generator's are called by `Replica`, `Repair` and
+`Placement`. Everybody above calls the client, which names the
 operation by the function here: `mesh.call_split(TrainerOperations.forward_backward, shards, ...)`. A mesh of actors
 sends the call to the endpoint of that name; a mesh in this process calls the rank. docs/extending.md adds an operation
 from end to end.
@@ -62,13 +63,13 @@ class TrainerOperations(Protocol):
 
     @needs("model")
     def forward(
-        self, batches: list[Microbatch], temperature: float, top_k: int, hidden: bool, entropy: bool
+        self, microbatches: list[Microbatch], temperature: float, top_k: int, hidden: bool, entropy: bool
     ) -> RankOutput:
         """Scores the rank's microbatches, in order."""
 
     @needs("model", "gradients")
     def forward_backward(
-        self, batches: list[Microbatch], loss_fn: LossFunction, temperature: float, loss_weight: float
+        self, microbatches: list[Microbatch], loss_fn: LossFunction, temperature: float, loss_weight: float
     ) -> RankOutput:
         """Adds the gradient of the rank's microbatches, in order."""
 

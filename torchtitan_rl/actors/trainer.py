@@ -61,9 +61,9 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def forward_backward(
-        self, batches: list[Microbatch], loss_fn: LossFunction, temperature: float, loss_weight: float
+        self, microbatches: list[Microbatch], loss_fn: LossFunction, temperature: float, loss_weight: float
     ) -> RankOutput:
-        return self.rank.forward_backward(batches, loss_fn, temperature, loss_weight)
+        return self.rank.forward_backward(microbatches, loss_fn, temperature, loss_weight)
 
     @endpoint
     async def optim_step(self, params: OptimParams, grad_scale: float) -> OptimStepOutput:
@@ -71,9 +71,9 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def forward(
-        self, batches: list[Microbatch], temperature: float, top_k: int, hidden: bool, entropy: bool
+        self, microbatches: list[Microbatch], temperature: float, top_k: int, hidden: bool, entropy: bool
     ) -> RankOutput:
-        return self.rank.forward(batches, temperature, top_k, hidden, entropy)
+        return self.rank.forward(microbatches, temperature, top_k, hidden, entropy)
 
     @endpoint
     async def reset_optimizer(self) -> None:

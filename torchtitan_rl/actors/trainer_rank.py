@@ -100,19 +100,20 @@ class TrainerRank:
     # Training and scoring.
 
     def forward_backward(
-        self, batches: list[Microbatch], loss_fn: LossFunction, temperature: float, loss_weight: float
+        self, microbatches: list[Microbatch], loss_fn: LossFunction, temperature: float, loss_weight: float
     ) -> RankOutput:
         """Adds the gradient of this rank's microbatches, in order."""
         with self.serving(TrainerOperations.forward_backward):
-            return accumulate_gradients(
+            output = accumulate_gradients(
                 self.model,
-                batches,
+                microbatches,
                 loss_fn,
                 self.device,
                 temperature=temperature,
                 loss_weight=loss_weight,
                 multiple_of=self.parallel_dims.tp,  # sequence parallelism cuts the packed tokens into equal parts
             )
+            return self._answer(output)
 
     def optim_step(self, params: OptimParams, grad_scale: float) -> OptimStepOutput:
         """Clips the gradient, takes a step and zeroes the gradient; a gradient that is not finite skips the step."""
@@ -153,14 +154,19 @@ class TrainerRank:
         self._took_step = True
 
     def forward(
-        self, batches: list[Microbatch], temperature: float, top_k: int = 0, hidden: bool = False, entropy: bool = False
+        self,
+        microbatches: list[Microbatch],
+        temperature: float,
+        top_k: int = 0,
+        hidden: bool = False,
+        entropy: bool = False,
     ) -> RankOutput:
         """Scores this rank's microbatches, in order: log-probabilities (a critic: values), and with `top_k` the
         likeliest tokens, with `hidden` the hidden states, with `entropy` the entropies."""
         with self.serving(TrainerOperations.forward):
-            result = score(
+            output = score(
                 self.model,
-                batches,
+                microbatches,
                 self.device,
                 temperature=temperature,
                 multiple_of=self.parallel_dims.tp,
@@ -168,9 +174,12 @@ class TrainerRank:
                 hidden=hidden,
                 entropy=entropy,
             )
-            if self.tensor_parallel[0]:  # dispatch reads tensor-parallel rank 0 only, and rows are large
-                result.rows = {}
-            return result
+            return self._answer(output)
+
+    def _answer(self, output: RankOutput) -> RankOutput:
+        """The output without its rows, which are large, on ranks that dispatch does not read: it reads tensor-parallel
+        rank 0."""
+        return dataclasses.replace(output, rows={}) if self.tensor_parallel[0] else output
 
     def reset_optimizer(self) -> None:
         """Clears moments and step count, for a new phase with another loss."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from torchtitan_rl.config.resolve import is_function
 
-__all__ = ["LABELS", "changes_draws", "changes_future_only", "differences", "is_harmless", "leaves"]
+__all__ = ["LABELS", "changes_draws", "changes_future_only", "changes_rollouts", "differences", "is_harmless", "leaves"]
 
 LABELS = ("name", "output_dir")
 """Fields that say nothing about what is trained."""
@@ -67,6 +67,11 @@ _BATCHES = ("algorithm.max_policy_lag", "algorithm.batch_order", "algorithm.task
 """Fields that say which draws make a batch. A checkpoint's counts are of batches that were made so."""
 _DRAWS = ("seed", "task", "task.")
 """Fields that say which tasks a run draws, and with which random numbers."""
+_ROLLOUTS = (
+    *("task", "task.", "sampling.", "algorithm.workflow", "algorithm.workflow."),
+    *("algorithm.group_size", "algorithm.temperature", "algorithm.greedy_baseline"),
+)
+"""Fields that say how a draw is played and judged."""
 
 
 def is_harmless(path: str) -> bool:
@@ -82,6 +87,11 @@ def changes_future_only(path: str) -> bool:
 def changes_draws(path: str) -> bool:
     """Whether another value of a field means other tasks or other random numbers."""
     return _is_one_of(path, _DRAWS) and not changes_future_only(path)
+
+
+def changes_rollouts(path: str) -> bool:
+    """Whether another value of a field means other rollouts of the same draw, or other rewards for them."""
+    return _is_one_of(path, _ROLLOUTS)
 
 
 def _is_one_of(path: str, entries: tuple[str, ...]) -> bool:

@@ -452,8 +452,8 @@ class MeshSamplingClient(SamplingClient):
             self._dispatch(batch, version)
 
     def _require_serving(self) -> list[int]:
-        """Indices of the replicas that are not lost; the same list while none is lost or replaced. Raises RuntimeError
-        when all are lost, and when lost replicas are not replaced any more."""
+        """`_serving_indices`, the list itself. Raises RuntimeError where it is empty, and when lost replicas are not
+        replaced any more."""
         if self._no_repair or not self._serving_indices:
             raise RuntimeError(self._no_repair or self._all_lost())
         return self._serving_indices
@@ -469,17 +469,13 @@ class MeshSamplingClient(SamplingClient):
             self._start(repair.probe(partial(self._current, index), self._lose))
 
     def _update_serving(self) -> None:
-        """Notes which replicas get requests, and wakes those that leave: one of them may have to stay."""
-        self._serving_indices = self._eligible()
-        self._progress.set()
-
-    def _eligible(self) -> list[int]:
-        """The replicas that get requests: the healthy ones that do not leave. Where none stays and none is expected,
-        those that leave do."""
+        """Chooses the replicas that get requests: the healthy ones that do not leave. Where none stays and none is
+        expected, those that leave do. Wakes `leave`, whose replica may have to stay."""
         healthy = [(index, replica) for index, replica in enumerate(self._replicas) if replica.lost is None]
         staying = [index for index, replica in healthy if replica.membership is Membership.MEMBER]
         leaving = [index for index, replica in healthy if replica.membership is Membership.LEAVING]
-        return staying if staying or self._num_to_come() else leaving
+        self._serving_indices = staying if staying or self._num_to_come() else leaving
+        self._progress.set()
 
     def _current(self, index: int) -> Replica:
         return self._replicas[index]

@@ -1,4 +1,4 @@
-"""How a list of datums becomes microbatches for every data-parallel rank, and outputs become a list again."""
+"""How a list of datums becomes microbatches for every data-parallel rank."""
 
 from __future__ import annotations
 

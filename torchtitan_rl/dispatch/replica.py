@@ -75,9 +75,11 @@ class Replica:
         self.is_being_replaced = False
         """Whether the replica is lost and another is being started in its place."""
         self._in_flight: Counter[bool] = Counter()
-        """The rounds of requests that are being answered: pinned ones under True."""
+        """The calls of `sample` under way: those for pinned requests under True."""
         self._pulling: int | None = None
         """The version that a pull is fetching."""
+        self._pulled: int | None = None
+        """The version that the last pull has loaded; None once a pull has failed."""
         self._releasing: asyncio.Future[None] | None = None
         """The release of the version before, after a pull: nobody waits for it but the next pull."""
         self._changed = asyncio.Condition()
@@ -101,7 +103,7 @@ class Replica:
             num_left = len(requests)
             self.unanswered += num_left
             while num_left:
-                with _at_fault(RuntimeError):  # a fault of the request would be an answer
+                with _as_replica_lost(RuntimeError):  # a fault of the request would be an answer
                     answers = await self.mesh.call_leader(
                         GeneratorOperations.sample, ticket, requests, timeout_s=timeout_s
                     )
@@ -134,6 +136,10 @@ class Replica:
             async with self._fetched(version), self._changed:  # even the held one: it may have been published again
                 await self._until(lambda: not self._in_flight[True])
                 previous = await self._switch(version)
+                self._pulled = version
+        except BaseException:
+            self._pulled = None
+            raise
         finally:
             self._pulling = None
             async with self._changed:
@@ -208,7 +214,7 @@ class Replica:
         """Loads fetched adapters into a slot; there is room. Raises VersionRefused."""
         slot = adapters.take_slot(version)
         try:
-            with _at_fault(RuntimeError):
+            with _as_replica_lost(RuntimeError):
                 answer = await self.mesh.call_leader(GeneratorOperations.load_adapters, version, slot)
             if isinstance(answer, ValueError):
                 raise VersionRefused(str(answer))
@@ -244,11 +250,9 @@ class Replica:
     def _serves(self, version: int | None) -> bool:
         """Whether a request for `version` (None: any) may begin with the weights that the replica has now."""
         if version is None:
-            # `MeshSamplingClient.pull` names the version as served before any replica has it; until this replica has,
-            # the publication before may still answer.
-            before = self.versions.publications[-2:-1] if self._pulling == self.versions.served else []
-            # Not any older version, which a pinned request may have loaded.
-            return self.loaded_version in (self.versions.served, *before)
+            # `MeshSamplingClient.pull` names a version as served before any replica has it. Until this one has, what it
+            # pulled last answers; an older version does not, which a pinned request may have loaded.
+            return self.loaded_version is not None and self.loaded_version in (self.versions.served, self._pulled)
         return self.loaded_version == version
 
     def _may_load(self, version: int | None) -> bool:
@@ -285,7 +289,7 @@ class Replica:
             await self.versions.release(version, self.mesh.role)
 
     async def _fetch(self, operation: Operation, *args) -> None:
-        with _at_fault(WorkerLost):  # no other error: damaged weights would fail on any replica
+        with _as_replica_lost(WorkerLost):  # no other error: damaged weights would fail on any replica
             refusal = await self.mesh.call_all(operation, *args)
         if refusal is not None:
             raise VersionRefused(str(refusal))
@@ -302,7 +306,7 @@ class Replica:
     async def _copy(self, version: int) -> ValueError | None:
         """Loads a fetched version into the engine. Returns why the engine cannot: it stands still until a later load
         succeeds."""
-        with _at_fault(RuntimeError):
+        with _as_replica_lost(RuntimeError):
             answer = await self.mesh.call_leader(GeneratorOperations.load, version)
         if isinstance(answer, ValueError):
             return answer
@@ -327,7 +331,7 @@ class Replica:
 
 
 @contextmanager
-def _at_fault(kind: type[Exception]):
+def _as_replica_lost(kind: type[Exception]):
     """Turns an error of this kind into ReplicaLost."""
     try:
         yield

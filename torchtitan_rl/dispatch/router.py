@@ -12,8 +12,8 @@ from itertools import islice
 __all__ = ["Router"]
 
 _BLOCK_TOKENS = 16  # tokens per hashed block
-_MAX_PROMPTS = 16384  # remembered prompts, for every `_REPLICAS` replicas
-_REPLICAS = 32
+_MAX_PROMPTS = 16384  # remembered prompts, for every `_REPLICAS_PER_MEMORY` replicas
+_REPLICAS_PER_MEMORY = 32
 _STICKY_REQUESTS = 32  # an engine decodes 32 requests together in little more time than one
 _STICKY_SHARE = 1.5
 _FEW = 8  # so many candidates are sooner looked at one by one than taken from the heap
@@ -44,7 +44,6 @@ class Router:
         self._healthy: Sequence[int] = ()
         self._all: frozenset[int] = frozenset()
         """The members of `_healthy`."""
-        self._max_prompts = _MAX_PROMPTS * max(1, num_replicas // _REPLICAS)
         self._num_loads = [0] * num_replicas
         self._homes: OrderedDict[tuple[int, tuple[int, ...]], tuple[int, int]] = OrderedDict()
         """(hash of a prompt's whole blocks, the tokens after the last whole block) -> (replica, the replica's number of
@@ -61,10 +60,6 @@ class Router:
     def loads(self) -> list[int]:
         """Per replica, the requests sent and not answered yet."""
         return self._loads.numbers
-
-    @loads.setter
-    def loads(self, numbers: Sequence[int]) -> None:
-        self._loads = _Loads(numbers)
 
     def times(self) -> list[tuple[float, int]]:
         """Per replica, the requests in flight summed over the seconds so far, and how many have been answered or given
@@ -84,7 +79,6 @@ class Router:
         self._in_flight_s.append(0.0)
         self._since.append(self._clock())
         self._answered.append(0)
-        self._max_prompts = _MAX_PROMPTS * max(1, len(self._pinned_counts) // _REPLICAS)
 
     def loaded(self, index: int) -> None:
         """The replica has loaded weights, so its caches are empty."""
@@ -203,7 +197,7 @@ class Router:
             self._keys_per_hash[key[0]] += 1
         self._homes[key] = index, self._num_loads[index]
         self._homes.move_to_end(key)
-        if len(self._homes) > self._max_prompts:
+        if len(self._homes) > _MAX_PROMPTS * max(1, len(self._num_loads) // _REPLICAS_PER_MEMORY):
             (ending, _), _ = self._homes.popitem(last=False)
             self._keys_per_hash[ending] -= 1
             if not self._keys_per_hash[ending]:

@@ -9,7 +9,8 @@ import torch
 
 from torchtitan_rl.dispatch.recorded_answers import RecordedAnswers
 from torchtitan_rl.dispatch.versions import ServedVersions
-from torchtitan_rl.types import WITHOUT_ADAPTERS, Completion, Request, SamplingParams, Scores
+from torchtitan_rl.types import Completion, Request, SamplingParams, Scores
+from torchtitan_rl.types.completions import alterations
 
 __all__ = ["SamplingClient"]
 
@@ -108,7 +109,7 @@ class SamplingClient(ABC):
         if completion is None:
             completion = await self._submit(request, policy_version)
         completion.seed = params.seed
-        altered = params.altered() | ({"policy_version": policy_version} if policy_version == WITHOUT_ADAPTERS else {})
+        altered = alterations(params, policy_version)
         completion.filtered = ", ".join(f"{name}={value}" for name, value in altered.items())
         return completion
 

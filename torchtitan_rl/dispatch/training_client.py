@@ -21,8 +21,9 @@ class TrainingClient(ABC):
     `RemoteTrainingClient` drives a service that speaks Tinker's protocol. It raises RuntimeError for a call that the
     protocol does not have.
 
-    `forward_backward`, `forward`, `optim_step` and `push_weights` send their messages at once and return a future, so a
-    caller may submit several before the first is awaited. Calls run in the order they were submitted.
+    Methods that are no coroutines (`forward`, `forward_backward`, `optim_step`, `push_weights`, those of optimizer and
+    adapters) send their messages at once and return a future, so a caller may submit several before the first is
+    awaited. Calls run in the order they were submitted.
     """
 
     @abstractmethod

@@ -35,8 +35,6 @@ class ServedVersions(Protocol):
     served: int | None
     """The version that serves unpinned requests; None before the first pull. `SamplingClient` sets it, everybody else
     reads it."""
-    publications: list[int]
-    """The versions published so far, oldest first."""
 
     async def publish(self) -> int:
         """Publishes and returns the trainer's version."""
@@ -132,7 +130,9 @@ class PolicyVersions:
         holders = self._holders.get(version, Counter())
         if not holders[holder]:
             raise ValueError(f"policy_version={version}: is not held by {holder!r} (holders: {sorted(+holders)})")
-        holders.update([holder] * (holders.pop(holder) - 1))  # without a name that holds nothing
+        holders[holder] -= 1
+        if not holders[holder]:
+            del holders[holder]
         if not holders:
             del self._holders[version]
             await self._discard(version)
@@ -245,8 +245,6 @@ class OneVersion:
     def __init__(self) -> None:
         self.served: int | None = None
         """The version that `SamplingClient.load_hf` gave the weights; None before that call."""
-        self.publications: list[int] = []
-        """Empty, as nobody publishes."""
 
     async def publish(self) -> int:
         """Raises RuntimeError: nobody trains."""

@@ -86,7 +86,7 @@ class _Resident:
 
 class Engine:
     """An engine and its thread. The public methods may be called from any thread of the process: `submit`, `cancel`,
-    `load`, `sleep`, `wake` and `probe` of rank 0 alone. They return futures, which the engine's thread answers.
+    `load`, `load_adapters`, `sleep`, `wake` and `probe` of rank 0 alone. They return futures, which the engine's thread answers.
     """
 
     model: Any
@@ -538,7 +538,9 @@ class Engine:
             if not waiting and self._in_flight:
                 self._finish_all(self._engine.step())
         joined = {
-            place.engine_id: place.num_tokens for place in vllm_internals.places(self._engine) if place.num_tokens
+            position.engine_id: position.num_tokens
+            for position in vllm_internals.request_positions(self._engine)
+            if position.num_tokens
         }
         if joined != expected:
             raise RuntimeError(
@@ -620,14 +622,14 @@ class Engine:
         """The requests that go on after a load."""
         by_engine_id = {request.engine_id: request for request in self._in_flight.values()}
         under_way = []
-        for place in vllm_internals.places(self._engine):
-            request = by_engine_id.get(place.engine_id)
+        for position in vllm_internals.request_positions(self._engine):
+            request = by_engine_id.get(position.engine_id)
             params = None if request is None else request.params
             under_way.append(
                 UnderWay(
                     number=0 if request is None else request.number,
-                    num_tokens=place.num_tokens,
-                    num_computed=-1 if place.preempted or request is None else place.num_computed,
+                    num_tokens=position.num_tokens,
+                    num_computed=-1 if position.preempted or request is None else position.num_computed,
                     temperature=None if params is None or params.altered() else params.temperature,
                 )
             )

@@ -63,7 +63,7 @@ __all__ = [
     "finish_steps_in_flight",
     "num_sampled",
     "RequestPosition",
-    "places",
+    "request_positions",
     "begin_at",
     "CacheGroup",
     "cache_group",
@@ -149,7 +149,7 @@ class RequestPosition:
     """Whether its blocks of the cache were taken from it."""
 
 
-def places(engine: LLMEngine) -> list[RequestPosition]:
+def request_positions(engine: LLMEngine) -> list[RequestPosition]:
     """The rows of the next step's batch in order, and then the requests that wait in the queue."""
     scheduler = engine.engine_core.engine_core.scheduler
     rows = [request.request_id for request in scheduler.running]

@@ -1,4 +1,4 @@
-"""A forward without gradient: log-probabilities or values of a batch's targets."""
+"""A forward without gradient: log-probabilities or values of the targets of microbatches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ROWS = {
 
 def score(
     model,
-    batches: list[Microbatch],
+    microbatches: list[Microbatch],
     device: torch.device,
     *,
     temperature: float = 1.0,
@@ -42,11 +42,13 @@ def score(
     extra = {"top_k": top_k, "hidden": hidden} if top_k or hidden else {}
     names = _ROWS.keys() if entropy else _ROWS.keys() - {"entropy"}  # the head always computes it
     with torch.no_grad():
-        for batch in batches:
+        for microbatch in microbatches:
             with span("forward"):
-                outputs = head_outputs(model, batch, device, temperature=temperature, multiple_of=multiple_of, **extra)
+                outputs = head_outputs(
+                    model, microbatch, device, temperature=temperature, multiple_of=multiple_of, **extra
+                )
             for name in outputs.keys() & names:
-                add_rows(result, name, outputs[name].to(_ROWS[name] or outputs[name].dtype), batch.lengths)
+                add_rows(result, name, outputs[name].to(_ROWS[name] or outputs[name].dtype), microbatch.lengths)
     # Without a backward FSDP leaves the last group gathered: `model.parameters()` would not be the optimizer's.
     for module in model.modules():
         if isinstance(module, FSDPModule):

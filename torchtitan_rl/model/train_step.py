@@ -22,7 +22,7 @@ __all__ = ["head_outputs", "accumulate_gradients", "add_rows", "clip_and_step"]
 
 
 def head_outputs(
-    model, batch: Microbatch, device: torch.device, *, temperature: float, multiple_of: int = 1, **extra
+    model, microbatch: Microbatch, device: torch.device, *, temperature: float, multiple_of: int = 1, **extra
 ) -> dict[str, torch.Tensor]:
     """The head's outputs for a packed microbatch of T tokens, by name, each (T, ...) in the microbatch's order:
     `policy_logprobs` of the targets and `entropy`, or a critic's `predicted_values`. `extra` are further arguments of
@@ -31,7 +31,12 @@ def head_outputs(
     One extra document, which the outputs leave out, pads T to a multiple of `multiple_of` (sequence parallelism). Where
     siblings share their prompt, the prompt is computed once. Raises RuntimeError for siblings where attention is
     torchtitan's kernel of variable lengths, which has no such layout here."""
-    lengths, shared, tokens_T, targets = batch.lengths, batch.shared, batch.tokens_T, batch.target_tokens_T
+    lengths, shared, tokens_T, targets = (
+        microbatch.lengths,
+        microbatch.shared,
+        microbatch.tokens_T,
+        microbatch.target_tokens_T,
+    )
     prefix = None
     if shared is not None:
         prefix = SharedPrefix.build(lengths, shared)
@@ -48,7 +53,7 @@ def head_outputs(
     targets = F.pad(targets, (0, 0) * (targets.dim() - 1) + (0, padding)).to(device, non_blocking=True)
     # torchtitan's forward takes tokens, positions and masks: what the head is to compute is left with the head before.
     (model.lm_head.ask if extra else model.lm_head.target)(targets, temperature, **extra)
-    routing_replay.expect(model, batch.routing, padding=padding, device=device)
+    routing_replay.expect(model, microbatch.routing, padding=padding, device=device)
     outputs = model(tokens_T[None], positions=positions_T[None], attention_masks=masks)
     rows = {name: rows_1T[0, :num_tokens] for name, rows_1T in outputs.items()}
     if prefix is None:
@@ -90,7 +95,7 @@ class _Answer(NamedTuple):
 
 def accumulate_gradients(
     model,
-    batches: list[Microbatch],
+    microbatches: list[Microbatch],
     loss_fn: LossFunction,
     device: torch.device,
     *,
@@ -105,16 +110,18 @@ def accumulate_gradients(
     """
     result = RankOutput(rows={}, loss=0.0, sums={}, interval=(time.time(), 0.0))
     answers: list[_Answer] = []
-    for batch in batches:
-        tensors = {name: column.to(device, non_blocking=True) for name, column in batch.loss_inputs.items()}
+    for microbatch in microbatches:
+        tensors = {name: column.to(device, non_blocking=True) for name, column in microbatch.loss_inputs.items()}
         extra = {"teacher_hidden_TD": tensors["teacher_hidden"]} if "teacher_hidden" in tensors else {}
         with span("forward"):
-            outputs = head_outputs(model, batch, device, temperature=temperature, multiple_of=multiple_of, **extra)
-        datum_T = torch.repeat_interleave(torch.tensor(batch.lengths)).to(device, non_blocking=True)
-        inputs = LossInputs(**outputs, datum=datum_T, num_datums=len(batch.lengths), tensors=tensors, turns=batch.turns)
+            outputs = head_outputs(model, microbatch, device, temperature=temperature, multiple_of=multiple_of, **extra)
+        datum_T = torch.repeat_interleave(torch.tensor(microbatch.lengths)).to(device, non_blocking=True)
+        inputs = LossInputs(
+            **outputs, datum=datum_T, num_datums=len(microbatch.lengths), tensors=tensors, turns=microbatch.turns
+        )
         loss, metrics = loss_fn(inputs)
-        metrics = {**sampled_metrics(inputs, _trained(batch, device)), **metrics}
-        if batch.routing is not None:
+        metrics = {**sampled_metrics(inputs, _trained(microbatch, device)), **metrics}
+        if microbatch.routing is not None:
             metrics |= routing_replay.agreement(model, tensors["loss_mask"])
         with span("backward"):
             (loss * loss_weight).backward()
@@ -124,7 +131,7 @@ def accumulate_gradients(
                 metric_names=list(metrics),
                 scalars=[_scalar(value, device) for value in (loss, *metrics.values())],
                 outputs={name: outputs[name].detach().float() for name in row_names},
-                lengths=batch.lengths,
+                lengths=microbatch.lengths,
             )
         )
     scalars = [scalar for answer in answers for scalar in answer.scalars]
@@ -139,12 +146,12 @@ def accumulate_gradients(
     return result
 
 
-def _trained(batch: Microbatch, device: torch.device) -> torch.Tensor | None:
+def _trained(microbatch: Microbatch, device: torch.device) -> torch.Tensor | None:
     """Indices of the trained tokens of sampled data, found on the host: a mask that selects on the device would have to
     be read. None for other data."""
-    if "sampling_logprobs" not in batch.loss_inputs:
+    if "sampling_logprobs" not in microbatch.loss_inputs:
         return None
-    return (batch.loss_inputs["loss_mask"] > 0).nonzero(as_tuple=True)[0].to(device, non_blocking=True)
+    return (microbatch.loss_inputs["loss_mask"] > 0).nonzero(as_tuple=True)[0].to(device, non_blocking=True)
 
 
 def _scalar(value: Any, device: torch.device) -> torch.Tensor:

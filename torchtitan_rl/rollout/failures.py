@@ -10,7 +10,7 @@ from typing import Any
 
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.rollout.episode import EnvironmentFailed
-from torchtitan_rl.rollout.group import GroupFailed
+from torchtitan_rl.rollout.group import AttemptFailed
 from torchtitan_rl.rollout.policy import SamplingFailed
 from torchtitan_rl.rollout.sampler import AlteredForTraining
 from torchtitan_rl.tasks.outcomes import is_cancellation
@@ -20,7 +20,7 @@ __all__ = ["Failures", "TooManyFailures"]
 
 logger = logging.getLogger(__name__)
 
-_FROM = 32  # calls before the share of failures says anything
+_MIN_CALLS = 32  # calls before the share of failures says anything
 
 
 class TooManyFailures(Ended):
@@ -52,7 +52,7 @@ class Failures:
     async def retrying(
         self, call: Callable[[int], Awaitable[Any]], stage: str, counts: Counter[str] | None = None
     ) -> Any:
-        """The result of `call(retry)`, from retry 0 on. Raises GroupFailed after the last retry, and TooManyFailures.
+        """The result of `call(retry)`, from retry 0 on. Raises AttemptFailed after the last retry, and TooManyFailures.
 
         `stage` is `workflow` or `reward`. `counts`, an evaluation's, receives the calls that fail, by cause; the counts
         of `complete` are then without them.
@@ -73,15 +73,15 @@ class Failures:
                     self._reported[cause] += 1
                 self._count(cause, error)
                 last = error
-        raise GroupFailed(f"{last} ({self.retries} retries)") from last
+        raise AttemptFailed(f"{last} ({self.retries} retries)") from last
 
-    def complete(self, played: list[Any], counts: Counter[str]) -> list[Any]:
-        """The groups among groups and GroupFailed. Adds to `counts` the calls that failed since the last call, by
+    def without_failed(self, played: list[Any], counts: Counter[str]) -> list[Any]:
+        """The groups among groups and AttemptFailed. Adds to `counts` the calls that failed since the last call, by
         cause, and the groups that were dropped. Raises any other exception."""
         for result in played:
-            if isinstance(result, BaseException) and not isinstance(result, GroupFailed):
+            if isinstance(result, BaseException) and not isinstance(result, AttemptFailed):
                 raise result
-        groups = [result for result in played if not isinstance(result, GroupFailed)]
+        groups = [result for result in played if not isinstance(result, AttemptFailed)]
         counts.update({f"failure/{cause}": n - self._reported[cause] for cause, n in self.failed.items()})
         counts["failure/dropped_groups"] += len(played) - len(groups)
         self._reported = self.failed
@@ -91,7 +91,7 @@ class Failures:
         self.counted[cause] = self.counted.get(cause, 0) + 1
         logger.warning("a rollout failed (%s): %s", cause, error, extra={"event": "rollout_failed", "who": cause})
         failed = self.failed.total()
-        if self.calls >= _FROM and failed > self.max_failed_frac * self.calls:
+        if self.calls >= _MIN_CALLS and failed > self.max_failed_frac * self.calls:
             causes = ", ".join(f"{number} {name}" for name, number in self.failed.most_common())
             raise TooManyFailures(
                 f"algorithm.max_failed_frac={self.max_failed_frac:g}: {failed} of {self.calls} calls have failed "

@@ -74,7 +74,7 @@ class FirstFinished(LaggedBatches):
         """The slots that were in flight at the checkpoint, or at `cancel`, and the batch in which each is due."""
         self._first_new_slot = 0
         """Slots below this one were admitted before; those of them that are not in `_due_batches` have trained."""
-        self._num_long, self._num_played = 0, 0
+        self._num_long_played, self._num_played = 0, 0
 
     async def _next(self) -> Batch:
         self._admit()
@@ -88,9 +88,9 @@ class FirstFinished(LaggedBatches):
         batch = joined(batches)
         if not batch.groups:
             batch = await self._further_rounds(batch)
-        long = sum(map(self._is_long, batch.sampled), Counter[bool]())
-        batch.metrics["completion/long_frac"] = long[True] / max(1, long.total())
-        batch.metrics["completion/long_played_frac"] = self._num_long / max(1, self._num_played)
+        num_long, num = self._num_long(batch.sampled)
+        batch.metrics["completion/long_frac"] = num_long / max(1, num)
+        batch.metrics["completion/long_played_frac"] = self._num_long_played / max(1, self._num_played)
         return batch
 
     def _admit(self) -> None:
@@ -115,13 +115,14 @@ class FirstFinished(LaggedBatches):
             self._done.append(slot)
             self._more.set()
             if not played.cancelled() and played.exception() is None:
-                long = sum(map(self._is_long, played.result().sampled), Counter[bool]())
-                self._num_long, self._num_played = self._num_long + long[True], self._num_played + long.total()
+                num_long, num = self._num_long(played.result().sampled)
+                self._num_long_played, self._num_played = self._num_long_played + num_long, self._num_played + num
 
-    def _is_long(self, group: RolloutGroup) -> Counter[bool]:
-        """How many of the rollouts have at least half of `sampling.max_tokens` tokens, and how many have fewer."""
-        lengths = (sum(len(turn.completion.tokens) for turn in rollout.turns) for rollout in group.rollouts)
-        return Counter(2 * length >= self._player.max_tokens for length in lengths)
+    def _num_long(self, groups: list[RolloutGroup]) -> tuple[int, int]:
+        """(rollouts with at least half of `sampling.max_tokens` tokens, all rollouts)."""
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        lengths = [sum(len(turn.completion.tokens) for turn in rollout.turns) for rollout in rollouts]
+        return sum(2 * length >= self._player.max_tokens for length in lengths), len(lengths)
 
     async def _first(self) -> list[_Slot]:
         """The slots of the next batch: those that finished first among the slots that `_last_due` leaves."""
@@ -188,7 +189,7 @@ class FirstFinished(LaggedBatches):
         return super().state_dict() | {"in_flight": in_flight, "admitted": admitted}
 
     def resume(self, state: dict[str, Any], finished: list[GroupLine]) -> list[str]:
-        self._owe(state)
+        self._expect_again(state)
         return super().resume(state, finished)
 
     def _before(self) -> dict[str, Any]:
@@ -197,10 +198,11 @@ class FirstFinished(LaggedBatches):
     def _give_up(self) -> list[asyncio.Task[Batch]]:
         state, tasks = self.state_dict(), [slot.task for slot in self._slots.values()]
         self._slots, self._done = {}, []
-        self._owe(state)
+        self._expect_again(state)
         return tasks
 
-    def _owe(self, state: dict[str, Any]) -> None:
+    def _expect_again(self, state: dict[str, Any]) -> None:
+        """Notes which slots of a state are still to be played, and the batch in which each is due."""
         self._due_batches = {slot: self._batch + left for slot, left in state["in_flight"]}
         self._first_new_slot = state["admitted"]
 

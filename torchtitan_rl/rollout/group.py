@@ -22,12 +22,12 @@ from torchtitan_rl.types import A_REWARD, Rollout, RolloutGroup, Task, is_reward
 if TYPE_CHECKING:  # it imports Monarch, and most runs have no such role
     from torchtitan_rl.rollout.reward_model import RewardModel
 
-__all__ = ["raise_worst", "run_attempts", "run_group", "rollouts_of", "workflow_of", "GroupFailed"]
+__all__ = ["raise_worst", "run_attempts", "run_group", "rollouts_of", "workflow_of", "AttemptFailed"]
 
 Retrying = Callable[[Callable[[int], Awaitable[Any]], str], Awaitable[Any]]
 
 
-class GroupFailed(RuntimeError):
+class AttemptFailed(RuntimeError):
     """An attempt, or the judging of attempts, that failed after its last retry. A group that trains is dropped whole,
     because without the attempts that failed it would be biased; in an evaluation the attempt counts as wrong."""
 
@@ -84,10 +84,10 @@ async def run_group(
 
 
 def raise_worst(results: Iterable[Any]) -> None:
-    """Raises the first exception of `results` that is no GroupFailed, because it ends the run; else the first one."""
+    """Raises the first exception of `results` that is no AttemptFailed, because it ends the run; else the first one."""
     failures = [result for result in results if isinstance(result, BaseException)]
     if failures:
-        raise min(failures, key=lambda failure: isinstance(failure, GroupFailed))
+        raise min(failures, key=lambda failure: isinstance(failure, AttemptFailed))
 
 
 async def run_attempts(
@@ -101,16 +101,16 @@ async def run_attempts(
     reward,
     reward_timeout_s: float,
     retrying: Retrying | None = None,
-) -> list[Rollout | GroupFailed]:
+) -> list[Rollout | AttemptFailed]:
     """`n` attempts at one task, each for itself, as evaluations count them: entry i is the first rollout of attempt i,
     with its reward, or why attempt i failed. Arguments and streams are those of `run_group`.
 
     The rollouts are judged in one call, as those of a group are. Where that call fails each of them is judged alone,
-    and fails alone. Raises what `retrying` raises but for GroupFailed, and what `run_group` refuses.
+    and fails alone. Raises what `retrying` raises but for AttemptFailed, and what `run_group` refuses.
     """
-    results: list[Rollout | GroupFailed] = []
+    results: list[Rollout | AttemptFailed] = []
     for attempt in await _played(workflow, task, policy, n, group_id, seed, retrying):
-        if isinstance(attempt, BaseException) and not isinstance(attempt, GroupFailed):
+        if isinstance(attempt, BaseException) and not isinstance(attempt, AttemptFailed):
             raise attempt
         results.append(attempt[0] if isinstance(attempt, list) else attempt)
     unjudged = _unjudged([result for result in results if isinstance(result, Rollout)], task)
@@ -176,7 +176,7 @@ async def _judge(rollouts: list[Rollout], task: Task, reward, timeout_s: float, 
 
 async def _failed_to_judge(
     rollouts: list[Rollout], judged: Callable[[list[Rollout]], Awaitable[None]]
-) -> dict[str, GroupFailed]:
+) -> dict[str, AttemptFailed]:
     """Sets the rewards of rollouts, in one call of `judged`; where that fails, in a call for each of several. Returns
     why that failed, by the id of the rollout."""
     if not rollouts:
@@ -184,7 +184,7 @@ async def _failed_to_judge(
     try:
         await judged(rollouts)
         return {}
-    except GroupFailed as error:
+    except AttemptFailed as error:
         if len(rollouts) == 1:
             error.rollout = rollouts[0]
             return {rollouts[0].id: error}

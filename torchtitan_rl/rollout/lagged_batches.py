@@ -12,7 +12,6 @@ from torchtitan_rl.rollout.batches import BatchPlayer
 from torchtitan_rl.rollout.draws import Batch, Draws
 from torchtitan_rl.rollout.finished import FinishedGroups, GroupLine
 from torchtitan_rl.rollout.lag import check_lag
-from torchtitan_rl.types import RolloutGroup
 from torchtitan_rl.types.run_state import RunState
 
 __all__ = ["LaggedBatches"]
@@ -41,8 +40,6 @@ class LaggedBatches(ABC):
         self._config, self._player, self._draws, self._state = config, player, draws, state
         self._algorithm = config.algorithm
         self._publications, self._finished = publications, finished
-        self.groups: list[RolloutGroup] = []
-        """The groups of the batch that was handed out last."""
 
     async def next_batch(self) -> Batch:
         """The next batch; admits the draws of later batches. Call when the publication after the batch before is
@@ -50,7 +47,6 @@ class LaggedBatches(ABC):
         with span("wait for a batch"):
             batch = await running("admit draws", self._next())
         self._finished.forget({draw.slot for draw in batch.draws})
-        self.groups = batch.groups
         with span("check the lag"):
             check_lag(batch.groups, self._publications, self._algorithm.max_policy_lag)
         return batch

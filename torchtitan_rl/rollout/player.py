@@ -67,7 +67,7 @@ class RolloutPlayer:
         groups = (running("play rollouts", self._play_draw(draw, workflow, policy, restored)) for draw in draws)
         played: list = await asyncio.gather(*groups, return_exceptions=failures is not None)
         if failures is not None:
-            played = failures.complete(played, counts)
+            played = failures.without_failed(played, counts)
         for hook in config.hooks:
             await asyncio.gather(*(hook(group, policy) for group in played))
         if config.trajectory_grouping_hook is None and all(map(_is_plain, played)):

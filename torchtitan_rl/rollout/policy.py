@@ -90,7 +90,7 @@ class Policy:
             seed=seed,
             stop_token_ids=[*stop_token_ids, *self.stop_token_ids],
             stop=[*stop, *self.stop],
-            **(altered := self.altered | altered),  # type: ignore[arg-type]  # top_k is a whole number
+            **(self.altered | altered),  # type: ignore[arg-type]  # top_k is a whole number
         )
         if self.for_training:
             refuse_altered(params, self.policy_version)

@@ -7,7 +7,8 @@ from typing import Protocol
 
 import torch
 
-from torchtitan_rl.types import WITHOUT_ADAPTERS, Completion, SamplingParams
+from torchtitan_rl.types import Completion, SamplingParams
+from torchtitan_rl.types.completions import alterations
 
 __all__ = ["AlteredForTraining", "Sampler", "TrainingSampler", "refuse_altered"]
 
@@ -34,8 +35,7 @@ class AlteredForTraining(ValueError):
 def refuse_altered(params: SamplingParams, policy_version: int | None = None, call: str = "policy.complete") -> None:
     """Raises AlteredForTraining for a setting that alters the policy's distribution, and for the base in the place of a
     policy version. `call` is what asked."""
-    altered = params.altered() | ({"policy_version": policy_version} if policy_version == WITHOUT_ADAPTERS else {})
-    for name, value in altered.items():
+    for name, value in alterations(params, policy_version).items():
         raise AlteredForTraining(
             f"{call}({name}={value}): this rollout is to train, and its log-probabilities would not be "
             f"those of the policy; leave {name} out where policy.for_training is True"

@@ -93,7 +93,8 @@ class Checkpoints:
             staged = [role for role, end in zip(parts, ends, strict=True) if end is None]
             if errors := [end for end in ends if end is not None]:
                 raise errors[0]
-            if config.controller.checkpoint_export in ("all", "last" if last else "all"):
+            export = config.controller.checkpoint_export
+            if export == "all" or (export == "last" and last):
                 await self._export(written)
             await self._weights.save_teacher(checkpoint.teacher_file(written))
             state.draws, state.teacher_version = self._draws(), self._weights.teacher_version

@@ -12,7 +12,6 @@ import dataclasses
 import time
 from collections import Counter
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -58,19 +57,20 @@ from torchtitan_rl.train.early_stop import CollapseRule, EarlyEnd, end_early
 from torchtitan_rl.train.entropy_coefficient import AdaptiveEntropy
 from torchtitan_rl.train.evaluation import Evaluation, Evaluations
 from torchtitan_rl.train.kl_coefficient import AdaptiveKL
-from torchtitan_rl.train.numeric_guard import note_bad_step
+from torchtitan_rl.train.numeric_guard import count_step
 from torchtitan_rl.train.overlap import Overlap
 from torchtitan_rl.train.overlapped_evaluations import OverlappedEvaluations
 from torchtitan_rl.train.preference import PairTrainer, prefer
 from torchtitan_rl.train.profiles import Profiles
 from torchtitan_rl.train.recorded_attempt import RecordedAttempt
+from torchtitan_rl.train.role_step import RoleStep
 from torchtitan_rl.train.run_record import finish_record
 from torchtitan_rl.train.start import Inputs, read_inputs, start, stopped_on_failure
-from torchtitan_rl.train.step import count_bad, take_step, training_data
+from torchtitan_rl.train.step import take_step, training_data
 from torchtitan_rl.train.step_metrics import StepMetrics
 from torchtitan_rl.train.supervised import supervise
 from torchtitan_rl.train.trainer_speed import TrainerSpeed
-from torchtitan_rl.types import RolloutGroup
+from torchtitan_rl.types import Datum, RolloutGroup
 from torchtitan_rl.types.ends import Ended, Preempted, StopRequest
 from torchtitan_rl.types.run_state import RunState
 from torchtitan_rl.validation.rewards import check_reward
@@ -268,11 +268,12 @@ class Controller(AbstractAsyncContextManager):
 
     async def _restore(self, resumption: resume.Resumption, recorded: RecordedAttempt | None) -> None:
         """Goes on from the checkpoint of `resumption`, whose state the controller has already. With a lag the groups
-        that had been played by then need not be played again, unless a replay asks its engines for all of them."""
+        that had been played by then need not be played again, unless a fork plays or judges them otherwise, or a replay
+        asks its engines for all of them."""
         await resume.restore(resumption, self.config, self.state, self.roles, self.weights, self.draws)
         if self.lagged is None:
             return
-        played = finished.read(checkpoint.finished_file(resumption.checkpoint))
+        played = [] if resumption.plays_again else finished.read(checkpoint.finished_file(resumption.checkpoint))
         if recorded is not None and recorded.answers is not None:
             # The engines take the steps since the last load again, and what was asked in them is asked again: also for
             # groups and evaluations that had ended by the checkpoint.
@@ -366,7 +367,6 @@ class Controller(AbstractAsyncContextManager):
     async def supervise(self) -> None:
         """Runs the supervised phase, then gives its weights to the generators and to the roles that start from the
         policy."""
-        limit = self.config.controller.max_skipped_steps
         await supervise(
             self.config,
             self.supervised_family,
@@ -375,7 +375,7 @@ class Controller(AbstractAsyncContextManager):
             self.state,
             self.recorder,
             speed=self.speed,
-            bad_step=partial(note_bad_step, self.run_dir, self.state, max_skipped=limit),
+            count_step=self._count_step,
             between_steps=self._between_steps,
         )
         await self._distribute_policy()
@@ -383,7 +383,7 @@ class Controller(AbstractAsyncContextManager):
     async def prefer(self) -> None:
         """Runs the preference phase. If the policy trains, evaluates it before, and afterwards gives its weights to the
         generators and to the roles that start from the policy."""
-        preference, limit = self.config.preference, self.config.controller.max_skipped_steps
+        preference = self.config.preference
         assert preference is not None
         trains_policy = preference.role == "policy"
         if trains_policy and self.state.before_preference is None:
@@ -397,7 +397,7 @@ class Controller(AbstractAsyncContextManager):
             self.state,
             self.recorder,
             speed=self.speed if trains_policy else None,
-            bad_step=partial(note_bad_step, self.run_dir, self.state, max_skipped=limit),
+            count_step=self._count_step,
             between_steps=self._between_steps,
         )
         if trains_policy:
@@ -508,9 +508,7 @@ class Controller(AbstractAsyncContextManager):
                 for minibatch in minibatches(data, algorithm, groups):
                     output = await take_step(minibatch, self.roles, config, self.state.step, metrics)
                     self.state.step = self.state.phase_step = self.state.step + 1
-                    if bad := count_bad(self.state, output.steps):
-                        limit = self.config.controller.max_skipped_steps
-                        note_bad_step(self.run_dir, self.state, bad, output.steps, minibatch, max_skipped=limit)
+                    self._count_step(output.steps, minibatch)
                     if epoch == 0:
                         trained += zip(minibatch, output.policy_logprobs, strict=True)
             if self.adaptive_entropy is not None:
@@ -518,10 +516,14 @@ class Controller(AbstractAsyncContextManager):
             if self.explainer is not None:
                 self.explainer.note_trained(trained)
             if self.overlap is not None:
-                self.overlap.note_trained(trained)
+                self.overlap.note_trained(trained, groups)
             self.recorder.record(TrainedOn(sequences=trained))
         steps = {**metrics.compute(), **metrics.speed(self.speed)}
         return {**batch_metrics, "step": self.state.step, **steps, **mismatch}
+
+    def _count_step(self, steps: dict[str, RoleStep], data: list[Datum]) -> None:
+        """Counts a step of any phase, see `count_step`."""
+        count_step(self.run_dir, self.state, steps, data, max_skipped=self.config.controller.max_skipped_steps)
 
     async def publish(self) -> int:
         """Sends the trainer's weights to every generator, after evaluations of the weights before. Returns the policy

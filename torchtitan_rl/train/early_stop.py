@@ -14,14 +14,14 @@ from torchtitan_rl.record.recorder import Metrics, Recorder
 from torchtitan_rl.types.ends import Ended, StopRequest
 from torchtitan_rl.types.run_state import RunState
 
-__all__ = ["CollapseRule", "Collapsed", "EarlyEnd", "early_end", "end_early"]
+__all__ = ["CollapseRule", "Collapsed", "EarlyEnd", "reason_to_end", "end_early"]
 
 
 class EarlyEnd(Exception):
     """The reinforcement phase has come to a good end before its last step."""
 
 
-_MEND = {
+_ADVICE = {
     "min_entropy": "the policy gives few different answers: lower trainer.optimizer.lr, raise algorithm.entropy_coef",
     "max_no_signal": "nothing is left to learn from: grade the reward, choose harder or easier tasks",
 }
@@ -31,7 +31,7 @@ class Collapsed(Ended):
     """The policy has collapsed: its entropy is too low, or too few groups give a signal."""
 
 
-def early_end(config: StopConfig, accuracies: dict[str, dict[str, float]]) -> str:
+def reason_to_end(config: StopConfig, accuracies: dict[str, dict[str, float]]) -> str:
     """Why the reinforcement phase is to end now, by the accuracies of its evaluations (`RunState.accuracies`); empty if
     it is to go on. The evaluation before the first step counts as a best one, but not as a reached target."""
     measured = sorted((int(step), accuracy) for step, accuracy in accuracies.get(config.evaluation, {}).items())
@@ -58,7 +58,7 @@ def early_end(config: StopConfig, accuracies: dict[str, dict[str, float]]) -> st
 def end_early(config: ControllerConfig, state: RunState, recorder: Recorder) -> None:
     """Raises EarlyEnd where a rule about evaluations says so, and records why. A run that has made all its steps does
     not end early."""
-    if state.step < config.num_steps and (reason := early_end(config.stop, state.accuracies)):
+    if state.step < config.num_steps and (reason := reason_to_end(config.stop, state.accuracies)):
         line = {"step": state.step, "phase": "stop", "stop/reason": reason}
         recorder.record(Metrics(line=line, text=f"step {state.step}: stopped early by {reason}"))
         raise EarlyEnd(reason)
@@ -86,6 +86,6 @@ class CollapseRule:
         if self._counted[rule] >= self._config.collapse_batches:
             self._stop.failure = Collapsed(
                 f"controller.stop.{rule}={getattr(self._config, rule):g}: held for {self._counted[rule]} batches in a "
-                f"row, {shown} in the last; {_MEND[rule]}, or go on all the same with --resume latest"
+                f"row, {shown} in the last; {_ADVICE[rule]}, or go on all the same with --resume latest"
             )
             self._counted.clear()  # a run that is resumed all the same begins to count again

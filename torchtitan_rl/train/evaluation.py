@@ -18,7 +18,7 @@ from torchtitan_rl.record.recorder import EvaluatedAttempts, Metrics, Recorder
 from torchtitan_rl.record.records import evaluation_record
 from torchtitan_rl.record.tracing import running
 from torchtitan_rl.rollout.failures import Failures
-from torchtitan_rl.rollout.group import GroupFailed, run_attempts
+from torchtitan_rl.rollout.group import AttemptFailed, run_attempts
 from torchtitan_rl.rollout.policy import Policy, single_turn
 from torchtitan_rl.tasks.family import TaskFamily, source_of
 from torchtitan_rl.tasks.offline import unread_data, without_download
@@ -226,7 +226,7 @@ class _TaskAttempts:
     """The attempts at a task, of which some may have failed."""
 
     task: Task
-    results: list[Rollout | GroupFailed]
+    results: list[Rollout | AttemptFailed]
 
     @property
     def rollouts(self) -> list[Rollout]:
@@ -240,7 +240,7 @@ class _TaskAttempts:
         """The row of each attempt."""
         return [
             evaluation_record(self.task, result.rollout, correct=False, failed=str(result))
-            if isinstance(result, GroupFailed)
+            if isinstance(result, AttemptFailed)
             else evaluation_record(self.task, result, correct=result.reward >= correct_reward, failed="")
             for result in self.results
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 
 import torch
 
@@ -13,28 +14,30 @@ from torchtitan_rl.types import Datum
 from torchtitan_rl.types.ends import Diverged
 from torchtitan_rl.types.run_state import RunState
 
-__all__ = ["note_bad_step"]
+__all__ = ["count_step"]
 
 logger = logging.getLogger(__name__)
 
 
-def note_bad_step(
-    run_dir: RunDir,
-    state: RunState,
-    roles: list[str],
-    steps: dict[str, RoleStep],
-    data: list[Datum],
-    *,
-    max_skipped: int,
+def count_step(
+    run_dir: RunDir, state: RunState, steps: dict[str, RoleStep], data: list[Datum], *, max_skipped: int
 ) -> None:
-    """Writes the datums of a step that was bad for `roles`, as dicts of their fields, for `torch.load(file)`. Raises
-    Diverged when a role has had `max_skipped` bad steps in a row."""
+    """Counts an optimizer step of each role of `steps` in `state`. Where the step of a role was bad, that is skipped or
+    with a loss that is not finite, writes its datums as dicts of their fields, for `torch.load(file)`. Raises Diverged
+    when a role has had `max_skipped` bad steps in a row."""
+    if "policy" in steps:
+        state.policy_version = steps["policy"].optim.policy_version
+    bad = [role for role, step in steps.items() if step.optim.skipped or not math.isfinite(step.loss)]
+    for role in steps:
+        state.skipped_in_a_row[role] = state.skipped_in_a_row[role] + 1 if role in bad else 0
+    if not bad:
+        return
     file = run_dir.path / "bad_steps" / f"{state.phase}-{state.phase_step:06d}.pt"
     file.parent.mkdir(exist_ok=True)
-    numbers = {role: {"grad_norm": steps[role].optim.grad_norm, "loss": steps[role].loss} for role in roles}
+    numbers = {role: {"grad_norm": steps[role].optim.grad_norm, "loss": steps[role].loss} for role in bad}
     plain = [dataclasses.asdict(datum) for datum in data]
     torch.save({"phase": state.phase, "step": state.phase_step, "roles": numbers, "data": plain}, file)
-    for role in roles:
+    for role in bad:
         in_a_row, optim, loss = state.skipped_in_a_row[role], steps[role].optim, steps[role].loss
         kind = "step_skipped" if optim.skipped else "loss_not_finite"
         logger.warning(

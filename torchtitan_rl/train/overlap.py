@@ -53,10 +53,10 @@ class Overlap:
         """Notes how many batches are ready before the step takes one."""
         self._ready = self._batches.num_ready()
 
-    def note_trained(self, sequences: Sequence[Trained]) -> None:
-        """Counts the tokens that trained, by age, before the step's weights are published."""
+    def note_trained(self, sequences: Sequence[Trained], groups: list[RolloutGroup]) -> None:
+        """Counts the tokens of a batch's `groups` that trained, by age, before the step's weights are published."""
         with span("count metrics"):
-            self._by_age = ratios_by_age(sequences, self._batches.groups, self._publications[:])
+            self._by_age = ratios_by_age(sequences, groups, self._publications[:])
 
     def metrics(self, line: dict[str, Any], *, training_s: float, evaluation_wait_s: float) -> dict[str, Any]:
         """The metrics of a batch whose other metrics are `line`. `training_s` is the time from the batch to its

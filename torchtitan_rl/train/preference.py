@@ -21,7 +21,7 @@ from torchtitan_rl.record.recorder import Metrics, Recorder
 from torchtitan_rl.rollout.player import RolloutPlayer
 from torchtitan_rl.tasks.family import TaskFamily, source_of
 from torchtitan_rl.train.role_step import RoleStep
-from torchtitan_rl.train.step import count_bad, lr_factor, with_seconds_since
+from torchtitan_rl.train.step import lr_factor, with_seconds_since
 from torchtitan_rl.train.trainer_speed import TrainerSpeed
 from torchtitan_rl.types import Datum, LossFunction, OptimParams
 from torchtitan_rl.types.run_state import RunState
@@ -84,11 +84,11 @@ async def prefer(
     recorder: Recorder,
     *,
     speed: TrainerSpeed | None,
-    bad_step: Callable[[list[str], dict, list[Datum]], None],
+    count_step: Callable[[dict[str, RoleStep], list[Datum]], None],
     between_steps: Callable[[int], Awaitable[None]],
 ) -> None:
     """The steps of the phase that `state` does not have yet, on the pairs of the family's train split. Resets the
-    optimizer's state at the end. `speed`, `bad_step`, `between_steps` are as for `train.supervised.supervise`."""
+    optimizer's state at the end. `speed`, `count_step`, `between_steps` are as for `train.supervised.supervise`."""
     preference, client = trainer.config, trainer.client
     if state.phase != "preference" or state.phase_step >= preference.num_steps:  # not resumed within the phase
         state.phase, state.phase_step, state.preference_source = "preference", 0, {}
@@ -114,8 +114,7 @@ async def prefer(
                 step_s = time.perf_counter() - span.began
             state.phase_step, state.preference_source = step + 1, source.state_dict()
             steps: dict[str, RoleStep] = {preference.role: RoleStep(optim, loss)}
-            if bad := count_bad(state, steps):
-                bad_step(bad, steps, weighted)
+            count_step(steps, weighted)
             line = {
                 "step": step + 1,
                 "phase": "preference",

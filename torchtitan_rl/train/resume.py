@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchtitan_rl.config.config_difference import differences, is_harmless, leaves
+from torchtitan_rl.config.config_difference import changes_rollouts, differences, is_harmless, leaves
 from torchtitan_rl.config.derive import settled
 from torchtitan_rl.config.resolve import resolved
 from torchtitan_rl.config.run import RunConfig
@@ -45,6 +45,9 @@ class Resumption:
     """`checkpoint.read_state`, empty without a checkpoint."""
     new_draws: bool = False
     """Whether the draws begin anew in the next slot: at the fork point of a fork with another seed or other data."""
+    plays_again: bool = False
+    """Whether groups of the checkpoint that have not trained are played again: at the fork point of a fork that plays
+    or judges them otherwise."""
     notes: list[str] = field(default_factory=list)
     """What a user wants to know: checkpoints that cannot be used, and fields of the config that have changed."""
 
@@ -77,12 +80,19 @@ def find(config: RunConfig, resume: str) -> Resumption | None:
         point = fork_point(path)
         if point is not None and point.checkpoint != candidate.name.removesuffix(checkpoint.REPLACED):
             point = None  # a checkpoint of the fork's own
-        notes += _compared(candidate, config, {} if point is None else point.changes)
-        new_draws = point is not None and point.new_draws
-        for changed in () if point is None else point.changes:
+        changes = {} if point is None else point.changes
+        notes += _compared(candidate, config, changes)
+        for changed in changes:
             for name in _ADAPTED.get(changed, ()):
                 state.pop(name, None)
-        return Resumption(path=path, checkpoint=candidate, state=state, new_draws=new_draws, notes=notes)
+        return Resumption(
+            path=path,
+            checkpoint=candidate,
+            state=state,
+            new_draws=point is not None and point.new_draws,
+            plays_again=any(map(changes_rollouts, changes)),
+            notes=notes,
+        )
     raise ValueError(
         f"--resume={resume}: no checkpoint in {checkpoints} is usable ({'; '.join(notes)}); start a new run in another "
         "output_dir, or put back the file from a copy"

@@ -1,4 +1,5 @@
-"""Scores of a batch by reference, teacher and critic, and the critic's optimizer step."""
+"""Forward passes over a batch before its step: log-probabilities of policy, reference and teacher, values of the critic;
+and the critic's optimizer step."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ async def with_roles(
     data: list[Datum], groups: list[RolloutGroup], roles: dict[str, TrainingClient], config: AlgorithmConfig
 ) -> list[Datum]:
     """The data with log-probabilities of reference and teacher, GAE advantages from the critic's values, and the KL to
-    the reference in advantages or returns. Forwards of roles on devices of their own overlap.
+    the reference in advantages or returns; with `scores_each_batch` also the policy's own, as `old_logprobs`. Forwards
+    of roles on devices of their own overlap.
 
     A critic's advantages are per token and stay in the datums: `advantages` of a group becomes None, unless the group
     has precomputed advantages. With distillation that does not use rewards, `advantages` of every group becomes None.

@@ -11,7 +11,7 @@ __all__ = ["RoleStep"]
 
 @dataclass(frozen=True, slots=True)
 class RoleStep:
-    """What `forward_backward` and `optim_step` of one role returned."""
+    """The answer of one role's `optim_step`, and the loss of its `forward_backward`."""
 
     optim: OptimStepOutput
     loss: float

@@ -23,9 +23,8 @@ from torchtitan_rl.train import role_scores
 from torchtitan_rl.train.role_step import RoleStep
 from torchtitan_rl.train.step_metrics import StepMetrics
 from torchtitan_rl.types import Datum, OptimParams, RolloutGroup
-from torchtitan_rl.types.run_state import RunState
 
-__all__ = ["StepOutput", "count_bad", "lr_factor", "optim_params", "take_step", "training_data", "with_seconds_since"]
+__all__ = ["StepOutput", "lr_factor", "optim_params", "take_step", "training_data", "with_seconds_since"]
 
 
 async def training_data(
@@ -60,10 +59,10 @@ async def take_step(
     if algorithm.recompute_logprobs_per_minibatch:
         entropy = algorithm.minibatch_reads_entropy
         minibatch = await role_scores.with_old_logprobs(minibatch, policy, metrics, entropy=entropy)
-    other_steps: dict[str, Awaitable[RoleStep]] = {}
+    critic: list[Awaitable[RoleStep]] = []  # its one step, or none
     if "critic" in roles:  # submitted before the policy's step: the two may take turns on shared devices
         params = optim_params(config, "critic", step)
-        other_steps["critic"] = role_scores.critic_step(minibatch, roles["critic"], algorithm, params, metrics)
+        critic = [role_scores.critic_step(minibatch, roles["critic"], algorithm, params, metrics)]
     if algorithm.correction_denominator == "kept":
         minibatch = with_kept_weights(minibatch, algorithm)
     if algorithm.minibatch_fn is not None:
@@ -75,14 +74,16 @@ async def take_step(
         objective = policy_objective(algorithm, minibatch[0].loss_inputs)
     forward_backward = policy.forward_backward(minibatch, objective)
     optim_step = policy.optim_step(optim_params(config, "policy", step))
-    (output, forward_backward_s), (optim, both_s), *taken = await asyncio.gather(
-        with_seconds_since(start, forward_backward), with_seconds_since(start, optim_step), *other_steps.values()
+    (output, forward_backward_s), (optim, both_s), *critic_steps = await asyncio.gather(
+        with_seconds_since(start, forward_backward), with_seconds_since(start, optim_step), *critic
     )
     metrics.add_step(output, optim)
     metrics.add("time/forward_backward_s", forward_backward_s)
     # The answer with all log-probabilities takes longer to arrive than the optimizer's, which may overtake it.
     metrics.add("time/optim_s", max(0.0, both_s - forward_backward_s))
-    steps = {"policy": RoleStep(optim, output.loss)} | dict(zip(other_steps, taken, strict=True))
+    steps = {"policy": RoleStep(optim, output.loss)}
+    if critic_steps:
+        [steps["critic"]] = critic_steps
     return StepOutput(steps=steps, policy_logprobs=output.policy_logprobs)
 
 
@@ -111,14 +112,3 @@ def lr_factor(config: ScheduleConfig, step: int, num_steps: int) -> float:
     progress = min(1.0, (step - warmup_steps) / max(1, remaining - 1))
     shape = 1 - progress if config.decay == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
     return config.final_factor + (1 - config.final_factor) * shape
-
-
-def count_bad(state: RunState, steps: dict[str, RoleStep]) -> list[str]:
-    """Counts one optimizer step of each role of `steps` in `state`. Returns the roles whose step was bad: skipped, or
-    with a loss that is not finite."""
-    if "policy" in steps:
-        state.policy_version = steps["policy"].optim.policy_version
-    bad = [role for role, taken in steps.items() if taken.optim.skipped or not math.isfinite(taken.loss)]
-    for role in steps:
-        state.skipped_in_a_row[role] = state.skipped_in_a_row[role] + 1 if role in bad else 0
-    return bad

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable
 
 from torchtitan_rl.algorithm.datums import demonstration_datums
@@ -12,7 +13,7 @@ from torchtitan_rl.record.recorder import Metrics, Recorder
 from torchtitan_rl.rollout.player import RolloutPlayer
 from torchtitan_rl.tasks.family import TaskFamily, source_of
 from torchtitan_rl.train.role_step import RoleStep
-from torchtitan_rl.train.step import count_bad, lr_factor, with_seconds_since
+from torchtitan_rl.train.step import lr_factor, with_seconds_since
 from torchtitan_rl.train.trainer_speed import TrainerSpeed
 from torchtitan_rl.types import Datum, OptimParams
 from torchtitan_rl.types.run_state import RunState
@@ -29,13 +30,13 @@ async def supervise(
     recorder: Recorder,
     *,
     speed: TrainerSpeed | None,
-    bad_step: Callable[[list[str], dict, list[Datum]], None],
+    count_step: Callable[[dict[str, RoleStep], list[Datum]], None],
     between_steps: Callable[[int], Awaitable[None]],
 ) -> None:
     """The steps of the phase that `state` does not have yet, on the family's train split. Resets the optimizer's state
     at the end. `speed` makes the metrics `perf/*`; None: there are none.
 
-    `bad_step(roles, steps, data)` is told of a step that was skipped or had no finite loss; `between_steps(n)` is
+    `count_step(steps, data)` is called after each step, see `numeric_guard.count_step`; `between_steps(n)` is
     awaited between step n + 1 and the next."""
     supervised = config.supervised
     if state.phase != "supervised" or state.phase_step >= supervised.num_steps:  # not resumed within the phase
@@ -49,14 +50,15 @@ async def supervise(
                 pairs = await player.demonstrations(source.next(supervised.batch_size), family)
                 data = demonstration_datums(pairs, config.algorithm)
                 lr = supervised.lr * lr_factor(supervised.schedule, step, supervised.num_steps)
+                start = time.perf_counter()
                 forward_backward = trainer.forward_backward(data, cross_entropy, temperature=1.0)
                 optim_step = trainer.optim_step(OptimParams(lr=lr, betas=supervised.betas))
-                output, forward_backward_s = await with_seconds_since(span.began, forward_backward)
-                optim, step_s = await with_seconds_since(span.began, optim_step)
+                output, forward_backward_s = await with_seconds_since(start, forward_backward)
+                optim, both_s = await with_seconds_since(start, optim_step)
+                step_s = time.perf_counter() - span.began
             state.phase_step, state.supervised_source = step + 1, source.state_dict()
             steps = {"policy": RoleStep(optim, output.loss)}
-            if bad := count_bad(state, steps):
-                bad_step(bad, steps, data)
+            count_step(steps, data)
             line = {
                 "step": step + 1,
                 "phase": "supervised",
@@ -66,10 +68,10 @@ async def supervise(
                 "tokens/trained_per_s": output.num_tokens / step_s,
                 "time/step_s": step_s,
                 "time/forward_backward_s": forward_backward_s,
-                "time/optim_s": step_s - forward_backward_s,
+                "time/optim_s": both_s - forward_backward_s,
             }
             if speed is not None:
-                line |= speed.metrics([len(datum) for datum in data], step_s)
+                line |= speed.metrics([len(datum) for datum in data], both_s)
             recorder.record(Metrics(line=line))
             recorder.advance(phase, text=f"loss {output.loss:.3f}")
             if step + 1 < supervised.num_steps:

@@ -17,6 +17,7 @@ __all__ = [
     "MIN_TEMPERATURE",
     "NEUTRAL",
     "WITHOUT_ADAPTERS",
+    "alterations",
     "changes",
 ]
 
@@ -85,6 +86,12 @@ class SamplingParams(DistributionSettings):
         """The settings by name that draw from another distribution than the policy's."""
         filters = {name: getattr(self, name) for name, off in NEUTRAL.items() if getattr(self, name) not in off}
         return filters | ({"structure": self.structure} if self.structure else {})
+
+
+def alterations(params: SamplingParams, policy_version: int | None) -> dict[str, float | str]:
+    """`params.altered()`, and the base in the place of a policy version."""
+    base = {"policy_version": WITHOUT_ADAPTERS} if policy_version == WITHOUT_ADAPTERS else {}
+    return params.altered() | base
 
 
 def changes(settings: DistributionSettings) -> dict[str, float]:

@@ -277,6 +277,18 @@ async def test_while_new_weights_are_fetched_the_version_before_serves_and_no_ol
         assert [answer.policy_versions for answer in await free] == [[2] if named is None else [4]]
 
 
+async def test_a_request_that_comes_between_the_name_of_a_new_version_and_its_pull_has_the_version_before():
+    """Its own load of the new version would be a second one, and everybody would wait for its fetch."""
+    (mesh,), versions, client = client_of(1)
+    await client.pull(await versions.publish())
+    newest, (replica,) = await versions.publish(), client._replicas
+    versions.served = newest  # what a pull does first
+    (early,) = await sample_all(client, [[1]])
+    await replica.pull(newest)
+    (late,) = await sample_all(client, [[2]])
+    assert (early.policy_versions, late.policy_versions) == ([1], [2]) and mesh.loaded == [1, 2]
+
+
 async def test_a_pull_of_the_version_that_a_pinned_request_is_loading_fetches_after_that_load():
     """Otherwise the request's load takes what the pull has fetched, and the pull's load finds nothing."""
     (mesh,), versions, client = client_of(1)

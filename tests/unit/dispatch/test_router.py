@@ -51,7 +51,8 @@ def test_the_next_turn_goes_where_the_longest_prompt_it_extends_went(length):
     router.finished(0, 1, None), router.finished(1, 1, None)
     longer = prompt + [50, 51, 52]
     assert route(router, [longer, prompt + [9] * 40, [7, 8], [3, 3, 3]]) == [1, 1, 0, 2]
-    router.loads = [0, 0, 0]
+    for index, number in enumerate(router.loads):
+        router.finished(index, number, None)
     assert route(router, [longer + [1] * 20]) == [1]
 
 

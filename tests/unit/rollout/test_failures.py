@@ -9,7 +9,7 @@ import pytest
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.rollout.episode import EnvironmentFailed
 from torchtitan_rl.rollout.failures import Failures, TooManyFailures
-from torchtitan_rl.rollout.group import GroupFailed, run_group
+from torchtitan_rl.rollout.group import AttemptFailed, run_group
 from torchtitan_rl.rollout.policy import SamplingFailed
 from torchtitan_rl.types import Completion, Rollout, Task, Turn
 
@@ -60,7 +60,7 @@ async def test_a_group_whose_rollout_fails_to_the_last_is_dropped_whole():
 
 async def test_drop_group_plays_nothing_twice():
     log, counted = [], failures("drop_group")
-    with pytest.raises(GroupFailed, match="down"):
+    with pytest.raises(AttemptFailed, match="down"):
         await group(attempts(RuntimeError("down"), log=log), counted.retrying)
     assert len(log) == 2  # the sibling was played to its end
 
@@ -78,7 +78,7 @@ async def test_a_workflow_that_gives_a_huge_reward_has_failed(place, huge):
 
     counted = failures("drop_group")
     with pytest.raises(
-        GroupFailed, match="algorithm.workflow: gave reward.* for task 't'; give a finite number between"
+        AttemptFailed, match="algorithm.workflow: gave reward.* for task 't'; give a finite number between"
     ):
         await group(workflow, counted.retrying)
     assert counted.failed == {"workflow": 2}
@@ -143,7 +143,7 @@ async def test_a_fault_of_the_generators_is_raised_before_a_failed_sibling():
 @pytest.mark.parametrize("raised", [asyncio.CancelledError("scope"), SystemExit("scope")])
 async def test_a_workflow_that_cancels_itself_or_leaves_has_failed(raised):
     counted = failures("drop_group")
-    with pytest.raises(GroupFailed, match="scope"):
+    with pytest.raises(AttemptFailed, match="scope"):
         await group(attempts(raised), counted.retrying)
     assert counted.failed == {"workflow": 1}
 
@@ -172,7 +172,7 @@ async def test_too_many_failures_end_the_run_with_their_causes():
         for _ in range(200):
             try:
                 await counted.retrying(call, "workflow")
-            except GroupFailed:
+            except AttemptFailed:
                 pass
     assert str(caught.value) == (
         "algorithm.max_failed_frac=0.25: 11 of 33 calls have failed (11 environment); the last: down"

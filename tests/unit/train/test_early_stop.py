@@ -9,7 +9,7 @@ from tests.kit.listener import EventLog
 from torchtitan_rl.config.run import ControllerConfig
 from torchtitan_rl.config.stopping import StopConfig
 from torchtitan_rl.record.recorder import Metrics, Recorder
-from torchtitan_rl.train.early_stop import CollapseRule, EarlyEnd, early_end, end_early
+from torchtitan_rl.train.early_stop import CollapseRule, EarlyEnd, end_early, reason_to_end
 from torchtitan_rl.types.ends import StopRequest
 from torchtitan_rl.types.run_state import RunState
 
@@ -20,13 +20,18 @@ def measured(*accuracies, every=20):
 
 
 def test_without_rules_nothing_ends():
-    assert early_end(StopConfig(), measured(0.5, 1.0, 0.0, 0.0, 0.0)) == ""
+    assert reason_to_end(StopConfig(), measured(0.5, 1.0, 0.0, 0.0, 0.0)) == ""
 
 
 def test_a_target_is_reached_between_steps_and_not_before_the_first():
     stop = StopConfig(target_accuracy=0.9)
-    assert early_end(stop, {}) == early_end(stop, measured(0.95)) == early_end(stop, measured(0.95, 0.89)) == ""
-    assert early_end(stop, measured(0.2, 0.9)) == (
+    assert (
+        reason_to_end(stop, {})
+        == reason_to_end(stop, measured(0.95))
+        == reason_to_end(stop, measured(0.95, 0.89))
+        == ""
+    )
+    assert reason_to_end(stop, measured(0.2, 0.9)) == (
         "controller.stop.target_accuracy=0.9: validation accuracy is 0.900 after step 20"
     )
 
@@ -43,15 +48,15 @@ def test_a_target_is_reached_between_steps_and_not_before_the_first():
     ],
 )
 def test_patience_counts_evaluations_that_are_no_better(accuracies, ends):
-    assert bool(early_end(StopConfig(patience=2), measured(*accuracies))) is ends
+    assert bool(reason_to_end(StopConfig(patience=2), measured(*accuracies))) is ends
 
 
 def test_an_improvement_may_have_to_be_a_large_one():
     rising = measured(0.5, 0.55, 0.6, 0.65)
-    assert early_end(StopConfig(patience=2), rising) == ""
+    assert reason_to_end(StopConfig(patience=2), rising) == ""
     # 0.55 and 0.6 are not above 0.5 + 0.12; 0.65 is, and begins to count anew.
-    assert early_end(StopConfig(patience=2, min_improvement=0.12), rising) == ""
-    assert early_end(StopConfig(patience=2, min_improvement=0.12), measured(0.5, 0.55, 0.6)) == (
+    assert reason_to_end(StopConfig(patience=2, min_improvement=0.12), rising) == ""
+    assert reason_to_end(StopConfig(patience=2, min_improvement=0.12), measured(0.5, 0.55, 0.6)) == (
         "controller.stop.patience=2: 2 evaluations in a row are no better than the validation accuracy of 0.500 after "
         "step 0"
     )
@@ -60,7 +65,9 @@ def test_an_improvement_may_have_to_be_a_large_one():
 def test_steps_are_compared_as_numbers_and_another_evaluation_may_be_looked_at():
     stop = StopConfig(evaluation="hard", target_accuracy=0.5)
     accuracies = {"hard": {"100": 0.6, "20": 0.1, "0": 0.0}, "validation": {"120": 0.1}}
-    assert early_end(stop, accuracies) == "controller.stop.target_accuracy=0.5: hard accuracy is 0.600 after step 100"
+    assert (
+        reason_to_end(stop, accuracies) == "controller.stop.target_accuracy=0.5: hard accuracy is 0.600 after step 100"
+    )
 
 
 def test_an_early_end_is_recorded_with_its_reason():

@@ -259,7 +259,7 @@ async def test_failures_of_an_evaluation_are_not_those_of_the_next_batch():
     failures = Failures(AlgorithmConfig(on_rollout_failure="drop_group", max_failed_frac=1.0), {})
     result = await evaluation(letters(away), failures)
     assert result.failures == {"failure/reward": 4, "failure/attempts": 4} and result.accuracy == 0.0
-    assert failures.complete([], batch := Counter()) == [] and not +batch
+    assert failures.without_failed([], batch := Counter()) == [] and not +batch
     assert failures.failed == {"reward": 4}  # and the limit of failures counts them
 
 

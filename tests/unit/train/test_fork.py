@@ -73,6 +73,26 @@ def test_a_coefficient_that_a_fork_sets_is_not_the_one_that_its_parent_adapted(p
     assert [name for name in find(config, "latest").state if name == "kl_coef"] == list(left)
 
 
+@pytest.mark.parametrize(
+    ("setting", "again"),
+    [
+        ("algorithm.loss_config.clip_high=0.3", False),
+        ("trainer.optimizer.lr=0.1", False),
+        ("algorithm.group_size=16", True),
+        ("algorithm.temperature=0.9", True),
+        ("sampling.max_tokens=3", True),
+        ("task.reward=torchtitan_rl.tasks.letter_sort:partial_credit", True),
+    ],
+)
+def test_groups_that_the_parent_has_played_are_played_again_where_a_fork_plays_or_judges_otherwise(
+    parent, tmp_path, setting, again
+):
+    path = tmp_path / "fork"
+    config, point = plan_fork(parent.path, 2, [setting], output_dir=str(path))
+    make_fork(config, point)
+    assert find(config, "latest").plays_again == again
+
+
 def test_a_fork_that_is_there_already_is_gone_on_with_and_another_one_is_refused(parent, tmp_path):
     path, settings = tmp_path / "fork", ["algorithm.group_size=16"]
     assert existing_fork(path, parent.path, 2, settings) is None

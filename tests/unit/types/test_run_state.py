@@ -2,13 +2,17 @@
 
 import json
 import random
+from functools import partial
 
 import numpy
+import pytest
 import torch
 
+from torchtitan_rl.record.run_dir import RunDir
+from torchtitan_rl.train.numeric_guard import count_step
 from torchtitan_rl.train.role_step import RoleStep
-from torchtitan_rl.train.step import count_bad
 from torchtitan_rl.types import OptimStepOutput
+from torchtitan_rl.types.ends import Diverged
 from torchtitan_rl.types.run_state import RunState, random_states, set_random_states
 
 
@@ -16,15 +20,17 @@ def step(version: int, *, skipped: bool = False, loss: float = 0.5) -> RoleStep:
     return RoleStep(OptimStepOutput(grad_norm=1.0, lr=0.1, policy_version=version, skipped=skipped), loss)
 
 
-def test_bad_steps_are_counted_in_a_row_for_each_role():
-    state = RunState(seed=0)
-    assert count_bad(state, {"policy": step(0, skipped=True), "critic": step(0)}) == ["policy"]
-    assert count_bad(state, {"policy": step(1, loss=float("nan")), "critic": step(0)}) == [
-        "policy"
-    ]  # taken, and no number
+def test_bad_steps_are_counted_in_a_row_for_each_role(tmp_path):
+    state, run_dir = RunState(seed=0), RunDir.create(tmp_path / "run")
+    count = partial(count_step, run_dir, state, data=[], max_skipped=3)
+    count({"policy": step(0, skipped=True), "critic": step(0)})
+    count({"policy": step(1, loss=float("nan")), "critic": step(0)})  # taken, and no number
     assert state.skipped_in_a_row == {"policy": 2, "critic": 0} and state.policy_version == 1
-    assert count_bad(state, {"policy": step(2), "critic": step(0, loss=float("inf"))}) == ["critic"]
+    count({"policy": step(2), "critic": step(0, loss=float("inf"))})
     assert state.skipped_in_a_row == {"policy": 0, "critic": 1}
+    count({"policy": step(2), "critic": step(0, loss=float("inf"))})
+    with pytest.raises(Diverged, match="3 optimizer steps of the critic in a row"):
+        count({"policy": step(2), "critic": step(0, skipped=True)})
 
 
 def test_random_states_come_back_through_a_file():
