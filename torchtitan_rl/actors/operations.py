@@ -2,11 +2,10 @@
 
 An operation has one name in four places: the method here, which says what it takes and needs; an endpoint of the actor
 (`PolicyTrainer`, `Generator`); the method of the rank that does the work (`TrainerRank`, `GeneratorRank`); and, for
-most of a trainer's, the method of `MeshTrainingClient`; a generator's are called by `Replica`, `Repair` and
-`Placement`. Everybody above calls the client, which names the
-operation by the function here: `mesh.call_split(TrainerOperations.forward_backward, shards, ...)`. A mesh of actors
-sends the call to the endpoint of that name; a mesh in this process calls the rank. docs/extending.md adds an operation
-from end to end.
+most of a trainer's, the method of `MeshTrainingClient`. `Replica`, `Repair` and `Placement` call a generator's.
+Everybody above calls the client, which names the operation by the function here:
+`mesh.call_split(TrainerOperations.forward_backward, shards, ...)`. A mesh of actors sends the call to the endpoint of
+that name; a mesh in this process calls the rank. docs/extending.md adds an operation from end to end.
 """
 
 from __future__ import annotations

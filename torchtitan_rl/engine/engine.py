@@ -86,7 +86,8 @@ class _Resident:
 
 class Engine:
     """An engine and its thread. The public methods may be called from any thread of the process: `submit`, `cancel`,
-    `load`, `load_adapters`, `sleep`, `wake` and `probe` of rank 0 alone. They return futures, which the engine's thread answers.
+    `load`, `load_adapters`, `sleep`, `wake` and `probe` of rank 0 alone. They return futures, which the engine's thread
+    answers.
     """
 
     model: Any
