@@ -92,8 +92,8 @@ class Batch:
     sampled: list[RolloutGroup] = field(default_factory=list)
     """All groups, as they were after the penalty of overlong rollouts and before the filters, for metrics."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """What playing and filtering have counted: `filter/...`, `failure/...`, and of some sources `completion/long_...` and
-    `curriculum/...`."""
+    """What playing and filtering have counted: `filter/...`, `failure/...`, and of some sources `completion/long_...`
+    and `curriculum/...`."""
 
 
 class NothingToTrainOn(Ended):

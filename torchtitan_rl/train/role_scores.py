@@ -1,5 +1,5 @@
-"""Forward passes over a batch before its step: log-probabilities of policy, reference and teacher, values of the critic;
-and the critic's optimizer step."""
+"""Forward passes over a batch before its step: log-probabilities of policy, reference and teacher, values of the
+critic; and the critic's optimizer step."""
 
 from __future__ import annotations
 
