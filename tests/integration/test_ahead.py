@@ -8,7 +8,7 @@ from tests.integration.test_batches import algorithm
 from torchtitan_rl.record.attempts import read_ledger, read_rollouts
 from torchtitan_rl.rollout.batch_sources import lagged_batches
 from torchtitan_rl.rollout.finished import FinishedGroups
-from torchtitan_rl.train.overlap import Overlap
+from torchtitan_rl.train.lag_metrics import LagMetrics
 from torchtitan_rl.train.overlapped_evaluations import OverlappedEvaluations
 
 pytestmark = pytest.mark.whole
@@ -31,7 +31,7 @@ def ahead(controller, lag, order="slots"):
             publications=publications,
             finished=finished,
         )
-        controller.batches, controller.overlap = batches, Overlap(batches, controller.generator, publications)
+        controller.batches, controller.lag_metrics = batches, LagMetrics(batches, controller.generator, publications)
         controller.overlapped_evaluations = OverlappedEvaluations(
             config.controller, controller.evaluations, controller.versions, controller.state, controller.recorder
         )
@@ -39,7 +39,7 @@ def ahead(controller, lag, order="slots"):
             yield
         finally:
             controller.batches, controller.player.finished = before, None
-            controller.overlap = controller.overlapped_evaluations = None
+            controller.lag_metrics = controller.overlapped_evaluations = None
 
 
 def test_no_trained_token_is_older_than_the_bound_and_no_rollout_is_missing(loop, controller):

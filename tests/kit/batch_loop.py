@@ -14,7 +14,7 @@ from torchtitan_rl.rollout.batch_sources import lagged_batches, synchronous_batc
 from torchtitan_rl.rollout.draws import Draws
 from torchtitan_rl.rollout.finished import FinishedGroups
 from torchtitan_rl.rollout.first_finished import FirstFinished
-from torchtitan_rl.rollout.lag import lag_metrics
+from torchtitan_rl.rollout.lag import age_metrics
 from torchtitan_rl.tasks.family import TaskSource
 from torchtitan_rl.types import Completion, Rollout, RolloutGroup, Turn
 from torchtitan_rl.types.run_state import RunState
@@ -81,7 +81,7 @@ class BatchLoop:
     async def batch(self):
         """One round of the loop. Returns the batch."""
         batch = await self.batches.next_batch()
-        self.lags.append(lag_metrics(batch.groups, self.publications)["policy/lag_max"])
+        self.lags.append(age_metrics(batch.groups, self.publications)["policy/lag_max"])
         self.events.append(("trained", self.state.step, self.publications[-1], [group.id for group in batch.groups]))
         await asyncio.sleep(self.random.choice([0, 1e-3]))
         self.state.step += 1

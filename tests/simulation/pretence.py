@@ -21,7 +21,7 @@ from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.record.tables import Table
 from torchtitan_rl.rollout import player
 from torchtitan_rl.tasks.family import source_of
-from torchtitan_rl.train import checkpoints, controller, numeric_guard, overlap, resume
+from torchtitan_rl.train import checkpoints, controller, lag_metrics, numeric_guard, resume
 from torchtitan_rl.train.start import Inputs
 from torchtitan_rl.weights import checkpoint
 
@@ -77,7 +77,7 @@ def pretended(world: World, config: RunConfig) -> Iterator[None]:
         (numeric_guard.torch, "save", _nothing),
         (checkpoint, "_sync", _nothing),
         (os, "fsync", _nothing),
-        (overlap, "_EVERY_S", 5.0),  # looks at the generators
+        (lag_metrics, "_EVERY_S", 5.0),  # looks at the generators
     ]
     logging.disable(logging.CRITICAL)  # replicas are lost all the time
     try:

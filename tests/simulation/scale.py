@@ -155,7 +155,7 @@ def decision_s(replicas: int, rollouts: int) -> float:
     flight: the least of 20 means over 100. Half of the prompts are new, and half extend a prompt that was sent."""
     router, healthy = Router(replicas), list(range(replicas))
     sent = [[index, *range(40)] for index in range(rollouts)]
-    route = partial(router.route, version=None, healthy=healthy, loaded_versions=(), newest=1)
+    route = partial(router.route, version=None, serving=healthy, loaded_versions=(), newest=1)
     route(sent)
     means = []
     for block in range(20):

@@ -247,10 +247,10 @@ class MeshSamplingClient(SamplingClient):
             self._waiting.append((batch, version))
             return
         try:
-            healthy = self._require_serving()
+            serving = self._require_serving()
         except RuntimeError as error:
             return _fail(batch, error)
-        shares = self._route(batch, version, healthy) if self._routes is None else _as_recorded(self._routes, batch)
+        shares = self._route(batch, version, serving) if self._routes is None else _as_recorded(self._routes, batch)
         for index, share in shares.items():
             sending = self._start(running("hand requests and answers over", self._send(index, share, version)))
             sending.add_done_callback(partial(_fail_cancelled, share))
@@ -261,13 +261,13 @@ class MeshSamplingClient(SamplingClient):
             return batch
         return [(request, future) for request, future in batch if not future.done()]
 
-    def _route(self, batch: _Batch, version: int | None, healthy: list[int]) -> dict[int, _Batch]:
+    def _route(self, batch: _Batch, version: int | None, serving: list[int]) -> dict[int, _Batch]:
         """Index of a replica -> its share of the requests."""
         version = _pinned(version)
         indices = self._router.route(
             [request.tokens for request, _ in batch],
             version,
-            healthy=healthy,
+            serving=serving,
             loaded_versions=() if version is None else [replica.loaded_version for replica in self._replicas],
             newest=self.policy_version,
         )

@@ -20,9 +20,10 @@ _FEW = 8  # so many candidates are sooner looked at one by one than taken from t
 
 
 class Router:
-    """Load and sticky prefixes of several replicas, by index. `MeshSamplingClient` says which replicas are healthy.
+    """Load and sticky prefixes of several replicas, by index. `MeshSamplingClient` says which replicas get requests.
 
-    Candidates are the healthy replicas that `_serving` chooses for the request's policy version. Two rules, in order:
+    Candidates are those of them that `_pinned` or `_unpinned` chooses for the request's policy version. Two rules, in
+    order:
 
     1. The replica whose prefix cache holds the prompt: since that replica last loaded weights, the prompt (another
        rollout of a group) or the longest prompt that it extends (the turn before) was sent there. The rule does not
@@ -41,9 +42,9 @@ class Router:
         self._newest: int | None = None
         self._with_older_pins: set[int] = set()
         """The replicas with requests that are pinned to another version than `_newest`."""
-        self._healthy: Sequence[int] = ()
+        self._serving: Sequence[int] = ()
         self._all: frozenset[int] = frozenset()
-        """The members of `_healthy`."""
+        """The members of `_serving`."""
         self._num_loads = [0] * num_replicas
         self._homes: OrderedDict[tuple[int, tuple[int, ...]], tuple[int, int]] = OrderedDict()
         """(hash of a prompt's whole blocks, the tokens after the last whole block) -> (replica, the replica's number of
@@ -105,16 +106,16 @@ class Router:
         prompts: Sequence[list[int]],
         version: int | None,
         *,
-        healthy: Sequence[int],
+        serving: Sequence[int],
         loaded_versions: Sequence[int | None],
         newest: int | None,
     ) -> list[int]:
         """A replica for each prompt, in order; counts each prompt as sent. `version` is the version that the requests
-        are pinned to, None for unpinned requests. `healthy` lists at least one replica; while the same ones are
-        healthy, the same list costs nothing to look at again. `loaded_versions` has the version of every replica,
-        healthy or not; only requests that are pinned need it. `newest` is the version that serves unpinned requests."""
-        self._note(healthy, newest)
-        candidates = self._unpinned() if version is None else self._serving(version, loaded_versions, len(prompts))
+        are pinned to, None for unpinned requests. `serving` lists the replicas that get requests, at least
+        one; the same list costs nothing to look at again. `loaded_versions` has the version of every replica,
+        serving or not; only requests that are pinned need it. `newest` is the version that serves unpinned requests."""
+        self._note(serving, newest)
+        candidates = self._unpinned() if version is None else self._pinned(version, loaded_versions, len(prompts))
         mean_load = (self._load_of(candidates) + len(prompts)) / len(candidates)
         sticky_limit = max(_STICKY_REQUESTS, math.ceil(_STICKY_SHARE * mean_load))
         sole_candidate = next(iter(candidates)) if len(candidates) == 1 else None
@@ -145,10 +146,10 @@ class Router:
         self._since[index] = now
         self._loads.add(index, number)
 
-    def _note(self, healthy: Sequence[int], newest: int | None) -> None:
+    def _note(self, serving: Sequence[int], newest: int | None) -> None:
         """Looks at every replica where something has changed since the last call."""
-        if healthy is not self._healthy:
-            self._healthy, self._all = healthy, frozenset(healthy)
+        if serving is not self._serving:
+            self._serving, self._all = serving, frozenset(serving)
         if newest != self._newest:
             self._newest = newest
             self._with_older_pins = {
@@ -156,21 +157,21 @@ class Router:
             }
 
     def _unpinned(self) -> Set[int]:
-        """The candidates for unpinned requests: healthy replicas with no request pinned to an older version, or all
-        healthy replicas when there are none."""
+        """The candidates for unpinned requests: the replicas with no request pinned to an older version, or all when
+        there are none."""
         return (self._all - self._with_older_pins) or self._all if self._with_older_pins else self._all
 
-    def _serving(self, version: int, loaded_versions: Sequence[int | None], num_requests: int) -> Set[int]:
-        """The candidates for requests pinned to a version; at least one, by index: healthy replicas that hold the
+    def _pinned(self, version: int, loaded_versions: Sequence[int | None], num_requests: int) -> Set[int]:
+        """The candidates for requests pinned to a version; at least one, by index: serving replicas that hold the
         version or have requests of it, then idle replicas, which load it, until there is one replica per 32 requests.
-        When both are none: the healthy replica with the fewest requests."""
-        # A replica that is about to load the version counts as serving: more requests of the version must not make
+        When both are none: the serving replica with the fewest requests."""
+        # A replica that is about to load the version counts as holding it: more requests of the version must not make
         # another replica load it too.
-        serving = {i for i in self._healthy if loaded_versions[i] == version or version in self._pinned_counts[i]}
-        if (num_missing := num_requests // _STICKY_REQUESTS - len(serving)) > 0:
-            idle = (i for i in self._healthy if i not in serving and not self.loads[i])
-            serving |= set(islice(idle, num_missing))
-        return serving or {self._loads.least(self._all)}
+        holding = {i for i in self._serving if loaded_versions[i] == version or version in self._pinned_counts[i]}
+        if (num_missing := num_requests // _STICKY_REQUESTS - len(holding)) > 0:
+            idle = (i for i in self._serving if i not in holding and not self.loads[i])
+            holding |= set(islice(idle, num_missing))
+        return holding or {self._loads.least(self._all)}
 
     def _load_of(self, indices: Set[int]) -> int:
         """The unanswered requests of some replicas. Looks at them, or at all but them where these are fewer."""

@@ -8,7 +8,7 @@ from collections import Counter
 
 from torchtitan_rl.types import RolloutGroup
 
-__all__ = ["ages", "check_lag", "lag_metrics"]
+__all__ = ["ages", "check_lag", "age_metrics"]
 
 
 def ages(publications: list[int]) -> dict[int, int]:
@@ -16,7 +16,7 @@ def ages(publications: list[int]) -> dict[int, int]:
     return {version: len(publications) - 1 - i for i, version in enumerate(publications)}
 
 
-def lag_metrics(groups: list[RolloutGroup], publications: list[int]) -> dict[str, float]:
+def age_metrics(groups: list[RolloutGroup], publications: list[int]) -> dict[str, float]:
     """`policy/lag_mean` and `policy/lag_max` over the sampled tokens of the groups that are about to train, at any lag.
 
     A token's lag is the number of publications since the last one of the version that sampled the token. `publications`

@@ -45,7 +45,7 @@ from torchtitan_rl.rollout import finished
 from torchtitan_rl.rollout.batch_sources import lagged_batches, synchronous_batches
 from torchtitan_rl.rollout.batches import BatchSource
 from torchtitan_rl.rollout.draws import Batch, Draw, Draws, NothingToTrainOn, admissions, outcomes
-from torchtitan_rl.rollout.lag import lag_metrics
+from torchtitan_rl.rollout.lag import age_metrics
 from torchtitan_rl.rollout.lagged_batches import LaggedBatches
 from torchtitan_rl.rollout.player import RolloutPlayer
 from torchtitan_rl.rollout.reward_model import RewardModel
@@ -57,8 +57,8 @@ from torchtitan_rl.train.early_stop import CollapseRule, EarlyEnd, end_early
 from torchtitan_rl.train.entropy_coefficient import AdaptiveEntropy
 from torchtitan_rl.train.evaluation import Evaluation, Evaluations
 from torchtitan_rl.train.kl_coefficient import AdaptiveKL
+from torchtitan_rl.train.lag_metrics import LagMetrics
 from torchtitan_rl.train.numeric_guard import count_step
-from torchtitan_rl.train.overlap import Overlap
 from torchtitan_rl.train.overlapped_evaluations import OverlappedEvaluations
 from torchtitan_rl.train.preference import PairTrainer, prefer
 from torchtitan_rl.train.profiles import Profiles
@@ -161,7 +161,7 @@ class Controller(AbstractAsyncContextManager):
         self.lagged: LaggedBatches | None = None
         """`batches`, where they are played while earlier ones train."""
         self.overlapped_evaluations: OverlappedEvaluations | None = None
-        self.overlap: Overlap | None = None
+        self.lag_metrics: LagMetrics | None = None
         if lagging:
             publications = self.versions.publications
             self.lagged = lagged_batches(
@@ -170,7 +170,7 @@ class Controller(AbstractAsyncContextManager):
                 finished=finished_groups,
                 recorded=() if recorded is None else recorded.batches,
             )
-            self.overlap = Overlap(self.lagged, self.generator, publications)
+            self.lag_metrics = LagMetrics(self.lagged, self.generator, publications)
             self.overlapped_evaluations = OverlappedEvaluations(
                 config.controller, self.evaluations, self.versions, self.state, recorder
             )
@@ -420,8 +420,8 @@ class Controller(AbstractAsyncContextManager):
         Raises NothingToTrainOn, after a checkpoint, when the filters leave nothing; Diverged after several bad steps in
         a row; Preempted, after a checkpoint, when the run was asked to stop; EarlyEnd by `controller.stop`.
         """
-        if self.overlap is not None:
-            self.overlap.start()
+        if self.lag_metrics is not None:
+            self.lag_metrics.start()
         try:
             await running("run the loop", self._reinforce())
         except NothingToTrainOn as nothing:
@@ -434,8 +434,8 @@ class Controller(AbstractAsyncContextManager):
             attempts.end_for_good(self.run_dir, str(end))
             raise
         finally:
-            if self.overlap is not None:
-                self.overlap.stop()
+            if self.lag_metrics is not None:
+                self.lag_metrics.stop()
             await self.batches.cancel()
             if self.overlapped_evaluations is not None:
                 await self.overlapped_evaluations.cancel()
@@ -449,8 +449,8 @@ class Controller(AbstractAsyncContextManager):
                 previous_step = state.step
                 profile = nullcontext() if self.profiles is None else self.profiles.batch()
                 with recorder.span("step") as step, profile:
-                    if self.overlap is not None:
-                        self.overlap.begin_step()
+                    if self.lag_metrics is not None:
+                        self.lag_metrics.begin_step()
                     with recorder.span("generate") as generate:
                         if self.overlapped_evaluations is not None:
                             self.overlapped_evaluations.begin_due()
@@ -460,11 +460,12 @@ class Controller(AbstractAsyncContextManager):
                         await self.publish()
                     if config.roles.refresh_reference_every or config.algorithm.refresh_teacher_every:
                         await self._refresh(previous_step)
-                overlap = self.overlap is not None
-                line |= step_metrics.time_metrics(line, step.seconds, generate.seconds, sync.seconds, overlap=overlap)
-                if self.overlap is not None:
+                line |= step_metrics.time_metrics(
+                    line, step.seconds, generate.seconds, sync.seconds, overlap=self.lag_metrics is not None
+                )
+                if self.lag_metrics is not None:
                     training_s, waited_s = sync.began - generate.ended, self.overlapped_evaluations.waited_s
-                    line |= self.overlap.metrics(line, training_s=training_s, evaluation_wait_s=waited_s)
+                    line |= self.lag_metrics.metrics(line, training_s=training_s, evaluation_wait_s=waited_s)
                 recorder.record(Metrics(line=line, text=step_line(line, num_steps)))
                 if self.collapse is not None:
                     self.collapse.count(line)
@@ -501,7 +502,7 @@ class Controller(AbstractAsyncContextManager):
             metrics.add("time/score_s", score.seconds)
             with span("count metrics"):
                 batch_metrics = step_metrics.batch_metrics(sampled or groups, self.generator.health())
-                batch_metrics |= lag_metrics(groups, self.versions.publications)
+                batch_metrics |= age_metrics(groups, self.versions.publications)
                 if self.adaptive_kl is not None:
                     batch_metrics |= self.adaptive_kl.adapt(data)
             for epoch in range(algorithm.num_epochs):
@@ -515,8 +516,8 @@ class Controller(AbstractAsyncContextManager):
                 batch_metrics |= self.adaptive_entropy.adapt(metrics.compute())
             if self.explainer is not None:
                 self.explainer.note_trained(trained)
-            if self.overlap is not None:
-                self.overlap.note_trained(trained, groups)
+            if self.lag_metrics is not None:
+                self.lag_metrics.note_trained(trained, groups)
             self.recorder.record(TrainedOn(sequences=trained))
         steps = {**metrics.compute(), **metrics.speed(self.speed)}
         return {**batch_metrics, "step": self.state.step, **steps, **mismatch}

@@ -20,7 +20,7 @@ def route(router, prompts, version=None, *, lost=(), loaded_versions=None, newes
     return router.route(
         prompts,
         version,
-        healthy=healthy,
+        serving=healthy,
         loaded_versions=loaded_versions or [newest] * len(router.loads),
         newest=newest,
     )

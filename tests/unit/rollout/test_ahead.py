@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.kit.batch_loop import NUM_BATCHES, PER_BATCH, BatchLoop
 from tests.kit.virtual_time import on_virtual_time
-from torchtitan_rl.rollout.lag import check_lag, lag_metrics
+from torchtitan_rl.rollout.lag import age_metrics, check_lag
 from torchtitan_rl.types import Task
 
 
@@ -134,16 +134,16 @@ async def test_age_is_counted_in_publications_and_an_older_token_is_refused():
         rollout.turns[0].completion.policy_versions = [4, 6]
     check_lag([group], [0, 4, 6], 1)
     # Two optimizer steps, one publication.
-    assert lag_metrics([group], [0, 4, 6]) == {"policy/lag_mean": 0.5, "policy/lag_max": 1}
+    assert age_metrics([group], [0, 4, 6]) == {"policy/lag_mean": 0.5, "policy/lag_max": 1}
     check_lag([group], [4, 6, 6, 6], 3)
-    assert lag_metrics([group], [4, 6, 6, 6]) == {"policy/lag_mean": 1.5, "policy/lag_max": 3}
+    assert age_metrics([group], [4, 6, 6, 6]) == {"policy/lag_mean": 1.5, "policy/lag_max": 3}
     check_lag([group], [4, 4, 6], 1)  # version 4 was published again: the same weights
-    assert lag_metrics([group], [4, 4, 6]) == {"policy/lag_mean": 0.5, "policy/lag_max": 1}
+    assert age_metrics([group], [4, 4, 6]) == {"policy/lag_mean": 0.5, "policy/lag_max": 1}
     message = r"rollout='0/0/0': has a token that is 2 publications old, algorithm.max_policy_lag=1"
     with pytest.raises(RuntimeError, match=message):
         check_lag([group], [4, 5, 6], 1)
     with pytest.raises(RuntimeError, match="a token that is inf publications old"):
         check_lag([group], [5, 6], 3)  # version 4 is not known
-    assert lag_metrics([group], [5, 6])["policy/lag_max"] == 2  # without a bound: the publications since that are known
-    assert lag_metrics([group], [6])["policy/lag_max"] == 1
-    assert lag_metrics([], [6]) == {}
+    assert age_metrics([group], [5, 6])["policy/lag_max"] == 2  # without a bound: the publications since that are known
+    assert age_metrics([group], [6])["policy/lag_max"] == 1
+    assert age_metrics([], [6]) == {}

@@ -73,11 +73,11 @@ def test_a_route_costs_the_same_with_256_replicas_as_with_eight():
         router, healthy = Router(replicas), Looked(range(replicas))
 
         def route(number, router=router, healthy=healthy):
-            [chosen] = router.route([[number, 1]], None, healthy=healthy, loaded_versions=(), newest=1)
+            [chosen] = router.route([[number, 1]], None, serving=healthy, loaded_versions=(), newest=1)
             router.finished(chosen, 1, None)
 
         for number in range(20 * replicas):
-            router.route([[-number, 1]], None, healthy=healthy, loaded_versions=(), newest=1)
+            router.route([[-number, 1]], None, serving=healthy, loaded_versions=(), newest=1)
         looks = healthy.times
         counted.append(lines_of(lambda: [route(number) for number in range(1, 400)]))
         assert healthy.times == looks
@@ -88,7 +88,7 @@ def test_a_route_costs_the_same_with_256_replicas_as_with_eight():
 def test_lost_replicas_are_not_in_the_way(lost):
     router, healthy = Router(64), list(range(lost, 64))
     routed = [
-        index for n in range(63) for index in router.route([[n]], None, healthy=healthy, loaded_versions=(), newest=1)
+        index for n in range(63) for index in router.route([[n]], None, serving=healthy, loaded_versions=(), newest=1)
     ]
     assert sorted(routed) == sorted([*healthy, *healthy[: 63 - len(healthy)]])
 

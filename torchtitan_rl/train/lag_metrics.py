@@ -15,7 +15,7 @@ from torchtitan_rl.rollout.lag import ages
 from torchtitan_rl.rollout.lagged_batches import LaggedBatches
 from torchtitan_rl.types import RolloutGroup
 
-__all__ = ["Overlap", "ratios_by_age"]
+__all__ = ["LagMetrics", "ratios_by_age"]
 
 _EVERY_S = 0.05
 FAR = 0.2
@@ -24,7 +24,7 @@ _NONE = -1
 """The age of a token that does not train."""
 
 
-class Overlap:
+class LagMetrics:
     """What lines of metrics say of a run under a lag, see `metrics.py`. Looks at the generators every 50 ms."""
 
     def __init__(self, batches: LaggedBatches, generator: SamplingClient, publications: list[int]) -> None:

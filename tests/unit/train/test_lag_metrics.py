@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from torchtitan_rl.train.overlap import Overlap, ratios_by_age
+from torchtitan_rl.train.lag_metrics import LagMetrics, ratios_by_age
 from torchtitan_rl.types import Completion, Datum, Rollout, RolloutGroup, Task, Turn
 
 
@@ -63,15 +63,15 @@ async def test_shares_of_idle_time_count_what_was_seen_since_the_last_line():
         def stalls(self):
             return [0.1, 0.2]
 
-    overlap, lines, expected = Overlap(Batches(), Generators(), [0]), [], []
-    overlap.start()
+    lag_metrics, lines, expected = LagMetrics(Batches(), Generators(), [0]), [], []
+    lag_metrics.start()
     for waited_s in (0.05, 0.0):
-        overlap.begin_step()
+        lag_metrics.begin_step()
         await asyncio.sleep(0.2)
         line = {"time/step_s": 0.4, "time/sync_s": 0.07}
-        lines.append(line | overlap.metrics(line, training_s=0.1, evaluation_wait_s=waited_s))
+        lines.append(line | lag_metrics.metrics(line, training_s=0.1, evaluation_wait_s=waited_s))
         expected.append((0.75, waited_s, 0.07 - waited_s))
-    overlap.stop()
+    lag_metrics.stop()
     await asyncio.sleep(0)
     assert len(asyncio.all_tasks()) == 1  # nobody looks any more
     for line, (idle, waited_s, sync_s) in zip(lines, expected, strict=True):
@@ -96,8 +96,8 @@ async def test_the_next_line_raises_what_ended_the_watch():
         def stalls(self):
             return [0.0]
 
-    overlap = Overlap(Batches(), Generators(), [0])
-    overlap.start()
+    lag_metrics = LagMetrics(Batches(), Generators(), [0])
+    lag_metrics.start()
     await asyncio.sleep(0.2)
     with pytest.raises(RuntimeError, match="no replica"):
-        overlap.metrics({"time/step_s": 0.4, "time/sync_s": 0.0}, training_s=0.1, evaluation_wait_s=0.0)
+        lag_metrics.metrics({"time/step_s": 0.4, "time/sync_s": 0.0}, training_s=0.1, evaluation_wait_s=0.0)
