@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 def rank(gpu, tmp_path_factory):
     """One trainer rank of a 100M-parameter model, in this process."""
     from torchtitan_rl.actors.trainer_rank import TrainerRank
-    from torchtitan_rl.weights.store import MemoryStore
+    from torchtitan_rl.weights.versioned import MemoryStore
 
     dist.init_process_group(platform.distributed_backend(), store=dist.HashStore(), rank=0, world_size=1)
     config = TrainerConfig()

@@ -60,7 +60,7 @@ _write = Checkpoints._write
 
 async def _write_the_state_of_now(self: Checkpoints, path: Any, content: dict, parts: dict, stage_s: float) -> dict:
     await asyncio.gather(*(role.checkpoint_written() for role in parts))
-    self.state.draws = self._draws()
+    self.state.draws = self._batch_state()
     return await _write(self, path, content | dataclasses.asdict(self.state), parts, stage_s)
 
 

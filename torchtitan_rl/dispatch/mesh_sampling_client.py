@@ -15,7 +15,7 @@ import torch
 from torchtitan_rl.actors.operations import GeneratorOperations, Operation
 from torchtitan_rl.dispatch.placement import Placement
 from torchtitan_rl.dispatch.recorded_routes import RecordedRoutes
-from torchtitan_rl.dispatch.repair import PlaceGone, Repair, TooManyRestarts, catch_up, end, released
+from torchtitan_rl.dispatch.repair import PlaceGone, Repair, TooManyRestarts, catch_up, end_processes, release_versions
 from torchtitan_rl.dispatch.replica import Membership, Replica, ReplicaLost, VersionRefused
 from torchtitan_rl.dispatch.role_mesh import RoleMesh, describe
 from torchtitan_rl.dispatch.router import Router
@@ -494,14 +494,15 @@ class MeshSamplingClient(SamplingClient):
         self._start(self._abandon(replica) if repair is None else self._replace(index, repair))
 
     async def _abandon(self, replica: Replica) -> None:
-        await asyncio.gather(released(replica), end(replica.mesh))  # a load that hangs holds the release up
+        # Together: a load that hangs holds the release up until the processes end.
+        await asyncio.gather(release_versions(replica), end_processes(replica.mesh))
 
     async def _replace(self, index: int, repair: Repair) -> None:
         """Puts a replacement in the place of a lost replica, or notes why there is none. One whose host has left the
         run has left with it."""
         lost = self._replicas[index]
         try:
-            self._start(released(lost))  # not awaited: a load that hangs holds it up until the processes end
+            self._start(release_versions(lost))  # not awaited: a load that hangs holds it up until the processes end
             self._replicas[index] = await repair.replacement(lost, partial(self._new_replica, index))
         except TooManyRestarts as error:
             self._no_repair = str(error)

@@ -12,7 +12,7 @@ from torchtitan_rl.actors.operations import GeneratorOperations
 from torchtitan_rl.dispatch.replica import Replica, ReplicaLost
 from torchtitan_rl.dispatch.role_mesh import RoleMesh, WorkerLost, describe
 
-__all__ = ["PlaceGone", "Repair", "TooManyRestarts", "catch_up", "end", "released"]
+__all__ = ["PlaceGone", "Repair", "TooManyRestarts", "catch_up", "end_processes", "release_versions"]
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class Repair:
                     "%s: its replacement did not start: %s", role, reason, extra=event, exc_info=not foreseen
                 )
                 if replica is not None:
-                    await released(replica)  # it may hold a version that was served when it began to catch up
+                    await release_versions(replica)  # it may hold a version that was served when it began to catch up
                 continue
             event = {"event": "replica_replaced", "who": role}
             logger.warning("%s: replaced after %.1f s", role, self._clock() - began, extra=event)
@@ -128,7 +128,7 @@ async def catch_up(replica: Replica) -> None:
                 raise
 
 
-async def released(replica: Replica) -> None:
+async def release_versions(replica: Replica) -> None:
     """Gives up the versions that a lost replica holds. What fails is logged: its processes have to end all the same."""
     try:
         await replica.release()
@@ -136,7 +136,7 @@ async def released(replica: Replica) -> None:
         logger.warning("%s: the versions that it held are not given up", replica.mesh.role, exc_info=True)
 
 
-async def end(mesh: RoleMesh) -> None:
+async def end_processes(mesh: RoleMesh) -> None:
     """Ends the processes of a lost replica."""
     await asyncio.gather(*(_end_rank(mesh, rank) for rank in range(mesh.num_ranks)))
 

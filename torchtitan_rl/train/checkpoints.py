@@ -59,16 +59,16 @@ class Checkpoints:
         roles: dict[str, TrainingClient],
         weights: PolicyWeights,
         tokenizer,
-        draws: Callable[[], dict[str, Any]],
+        batch_state: Callable[[], dict[str, Any]],
         state: RunState,
         recorder: Recorder,
         *,
         num_requests: Callable[[], int],
     ) -> None:
-        """`draws` gives the state of the draws before the first batch that has not trained; with a lag the groups that
-        have been played for later batches too, as `finished`. `num_requests` gives that of the sampling client."""
+        """`batch_state` gives the state of the draws before the first batch that has not trained; with a lag the groups
+        that have been played for later batches too, as `finished`. `num_requests` gives that of the sampling client."""
         self.config, self.run_dir, self.state, self.recorder = config, run_dir, state, recorder
-        self._roles, self._weights, self._tokenizer, self._draws = roles, weights, tokenizer, draws
+        self._roles, self._weights, self._tokenizer, self._batch_state = roles, weights, tokenizer, batch_state
         self._num_requests = num_requests
         self._writing: asyncio.Task[dict[str, Any]] | None = None
         self._failure = ""
@@ -97,7 +97,7 @@ class Checkpoints:
             if export == "all" or (export == "last" and last):
                 await self._export(written)
             await self._weights.save_teacher(checkpoint.teacher_file(written))
-            state.draws, state.teacher_version = self._draws(), self._weights.teacher_version
+            state.draws, state.teacher_version = self._batch_state(), self._weights.teacher_version
             state.num_requests, played = self._num_requests(), state.draws.pop("finished", [])
             content = dataclasses.asdict(state)
             content |= {"finished": played, "random": random_states(), "metrics_bytes": self.run_dir.metrics_size()}

@@ -9,10 +9,9 @@ import torch
 import torchstore
 
 from torchtitan_rl import adapters
-from torchtitan_rl.weights.layout import SharedBuffers
-from torchtitan_rl.weights.versioned import MemoryStore, VersionedStore
+from torchtitan_rl.weights.versioned import VersionedStore
 
-__all__ = ["WeightStore", "MemoryStore", "SharedBuffers"]
+__all__ = ["WeightStore"]
 
 adapters.adapt_torchstore()
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from torchtitan_rl.weights import layout
+from torchtitan_rl.weights.layout import SharedBuffers
 from torchtitan_rl.weights.payload import PayloadWriter
-from torchtitan_rl.weights.store import MemoryStore, SharedBuffers
+from torchtitan_rl.weights.versioned import MemoryStore
 
 
 def manifest_and_payload(version):

@@ -21,7 +21,7 @@ from torchtitan_rl.serve.tinker.samplers import Versions
 from torchtitan_rl.serve.tinker.saved_states import ModelRecord, SavedStates
 from torchtitan_rl.serve.tinker.service import Service
 from torchtitan_rl.weights import layout
-from torchtitan_rl.weights.store import MemoryStore
+from torchtitan_rl.weights.versioned import MemoryStore
 
 
 class Server:
