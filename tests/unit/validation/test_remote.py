@@ -78,5 +78,5 @@ def test_adapters_are_on_attention_or_mlp_as_a_whole():
 
 def test_a_missing_sdk_is_named_with_what_to_install(config, monkeypatch):
     monkeypatch.setitem(sys.modules, "tinker", None)
-    with pytest.raises(ValueError, match=r"backend='tinker': the service's SDK is missing .*torchtitan-rl\[tinker\]"):
+    with pytest.raises(ValueError, match="backend='tinker': the service's SDK is missing .*scripts/setup.sh tinker"):
         BACKENDS["tinker"].hosts_for(config, None, generators_only=False)

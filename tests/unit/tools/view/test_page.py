@@ -441,7 +441,10 @@ def test_the_verb_waits_for_a_run_and_names_one_that_is_meant_perhaps(runs, tmp_
             )
         finally:
             process.send_signal(signal.SIGINT)
-            assert process.wait(20) == 130
+            try:
+                assert process.wait(20) == 130
+            finally:
+                process.kill()  # where the tests were started with SIGINT ignored, as a shell does in the background
 
 
 def test_health_has_the_newest_accuracy_why_a_run_ended_and_what_was_not_looked_at(tmp_path):
