@@ -205,7 +205,7 @@ def test_processes_are_named_after_their_logs(tmp_path):
 def test_a_router_sums_up_the_time_of_requests():
     clock = Clock()
     router = Router(2, clock=clock)
-    state = {"healthy": [0, 1], "loaded_versions": [1, 1], "newest": 1}
+    state = {"serving": [0, 1], "loaded_versions": [1, 1], "newest": 1}
     assert router.route([[1], [2]], None, **state) == [0, 1]
     clock.now = 2.0
     router.finished(0, 1, None)
