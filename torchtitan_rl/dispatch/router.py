@@ -111,9 +111,9 @@ class Router:
         newest: int | None,
     ) -> list[int]:
         """A replica for each prompt, in order; counts each prompt as sent. `version` is the version that the requests
-        are pinned to, None for unpinned requests. `serving` lists the replicas that get requests, at least
-        one; the same list costs nothing to look at again. `loaded_versions` has the version of every replica,
-        serving or not; only requests that are pinned need it. `newest` is the version that serves unpinned requests."""
+        are pinned to, None for unpinned requests. `serving` lists the replicas that get requests, at least one;
+        the same list costs nothing to look at again. `loaded_versions` has the version of every replica, in `serving`
+        or not; only requests that are pinned need it. `newest` is the version that serves unpinned requests."""
         self._note(serving, newest)
         candidates = self._unpinned() if version is None else self._pinned(version, loaded_versions, len(prompts))
         mean_load = (self._load_of(candidates) + len(prompts)) / len(candidates)

@@ -31,12 +31,8 @@ def head_outputs(
     One extra document, which the outputs leave out, pads T to a multiple of `multiple_of` (sequence parallelism). Where
     siblings share their prompt, the prompt is computed once. Raises RuntimeError for siblings where attention is
     torchtitan's kernel of variable lengths, which has no such layout here."""
-    lengths, shared, tokens_T, targets = (
-        microbatch.lengths,
-        microbatch.shared,
-        microbatch.tokens_T,
-        microbatch.target_tokens_T,
-    )
+    lengths, shared = microbatch.lengths, microbatch.shared
+    tokens_T, targets = microbatch.tokens_T, microbatch.target_tokens_T
     prefix = None
     if shared is not None:
         prefix = SharedPrefix.build(lengths, shared)

@@ -346,7 +346,7 @@ class Controller(AbstractAsyncContextManager):
                 if name in state.evaluations_due:
                     await self._evaluation_now(name)
             state.evaluations_due = []
-        if self.stop.requested_reason:  # meanwhile: the first batch may take longer than a scheduler waits
+        if self.stop.requested_reason:  # the first batch may take longer than a scheduler waits
             await self._save_or_stop(due=False)
         try:
             end_early(config, state, self.recorder)  # a run that is resumed may have ended
