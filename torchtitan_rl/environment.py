@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
 import os
 import signal
 import sys
+import time
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 __all__ = [
@@ -20,6 +23,7 @@ __all__ = [
     "HOST_ADDRESS",
     "has_nvidia_driver",
     "default_environment",
+    "pause_ns",
     "prepare_environment",
     "add_to_path",
     "let_garbage_wait",
@@ -81,8 +85,35 @@ def default_environment() -> dict[str, str]:
     # Without a GPU processes share the cores, and a waiting thread that spins takes cores from other processes. Some 50
     # microseconds of spinning are less than sleeping and waking cost between the small operators of an engine step. Not
     # "passive": libgomp lets no thread spin then, whatever the count, in a process where a second thread has called an
-    # operator, because such a process has more threads than cores. Engines in bfloat16 behave as such processes do.
-    return _DEFAULTS | {"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": "1000"}
+    # operator in parallel, because such a process has more threads than cores. With "active" these spin 1,000 times.
+    return _DEFAULTS | {"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": str(round(_SPIN_NS / pause_ns()))}
+
+
+_SPIN_NS = 50_000
+_PAUSES = 1000
+_LOOP = bytes.fromhex("f390 ffcf 75fa c3")  # x86-64: pause; dec edi; jnz to the pause; ret
+
+
+@cache
+def pause_ns() -> float:
+    """Nanoseconds of one spin of libgomp's waiting threads, which is one `pause` of the processor: 10 to 60, by its
+    model. Where that cannot be measured, as on Arm, libgomp's own estimate of 10."""
+    if os.uname().machine != "x86_64":
+        return 10.0
+    try:
+        with mmap.mmap(-1, len(_LOOP), prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC) as code:
+            code.write(_LOOP)
+            start = (ctypes.c_char * len(_LOOP)).from_buffer(code)
+            loop = ctypes.CFUNCTYPE(None, ctypes.c_int)(ctypes.addressof(start))
+            times = []
+            for _ in range(5):  # the shortest: a process that is interrupted takes longer
+                began = time.perf_counter_ns()
+                loop(_PAUSES)
+                times.append(time.perf_counter_ns() - began)
+            del start  # or the memory could not be given back
+    except OSError:  # a system that lets no program write code: torch's compiled products cannot either
+        return 10.0
+    return max(1.0, min(times) / _PAUSES)
 
 
 def prepare_environment() -> None:

@@ -38,3 +38,24 @@ def test_a_positive_number_of_seconds_is_read_from_a_variable(monkeypatch):
         monkeypatch.setenv("TORCHTITAN_RL_X_S", text)
         with pytest.raises(SystemExit, match=f"error: TORCHTITAN_RL_X_S='{text}': is not a positive number of seconds"):
             seconds_of("TORCHTITAN_RL_X_S", 30)
+
+
+def test_the_number_of_spins_takes_some_50_microseconds_whatever_the_processor(monkeypatch):
+    monkeypatch.setattr(environment, "has_nvidia_driver", lambda: False)
+    assert 1 <= environment.pause_ns() < 1000
+    for pause_ns, spins in ((10.0, "5000"), (50.0, "1000")):
+        monkeypatch.setattr(environment, "pause_ns", lambda pause_ns=pause_ns: pause_ns)
+        assert default_environment()["GOMP_SPINCOUNT"] == spins
+
+
+def test_a_system_that_lets_no_program_write_code_gets_an_estimate(monkeypatch):
+    def refused(*args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    environment.pause_ns.cache_clear()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(environment.mmap, "mmap", refused)
+            assert environment.pause_ns() == 10.0
+    finally:
+        environment.pause_ns.cache_clear()

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from torchtitan_rl import platform
 from torchtitan_rl.actors.profiling import profiled
+from torchtitan_rl.actors.ticket import Ticket
 from torchtitan_rl.config.meshes import GeneratorConfig
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.engine.engine import Engine
@@ -26,8 +27,6 @@ from torchtitan_rl.weights.versioned import VersionedStore
 __all__ = ["GeneratorRank"]
 
 logger = logging.getLogger(__name__)
-
-_GATHER_S = 0.02  # seconds; answers that come within them after the first travel in one message
 
 
 class GeneratorRank:
@@ -51,8 +50,8 @@ class GeneratorRank:
         """`model.assets` is a directory with a config.json and the tokenizer. `sleeps`: the engine shares devices with
         trainers; `sleep` frees the devices. `schedules`: see `Engine`."""
         self.store = store
-        self._waiting: dict[int, dict[asyncio.Future, int]] = {}
-        """Ticket -> the requests that are not answered, each with its index."""
+        self._tickets: dict[int, Ticket] = {}
+        """Those with requests that are not answered."""
         self.engine = Engine(config, model, seed, rank, sleeps=sleeps, role=role, schedules=schedules)
 
     async def start(self, num_threads: int) -> None:
@@ -74,20 +73,13 @@ class GeneratorRank:
         An answer is a Completion (or log-probabilities, where `params` is None), a ValueError for an invalid request,
         and None for one that was cancelled. An error of the engine is raised.
         """
-        waiting = self._waiting.pop(ticket, None)
-        if waiting is None:
-            futures = self.engine.submit(requests)
-            waiting = {asyncio.wrap_future(future): index for index, future in enumerate(futures)}
-        _, unanswered = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        if unanswered:
-            await asyncio.sleep(_GATHER_S)
-        done = [future for future in waiting if future.done()]
-        answers = [(waiting.pop(future), future.exception() or future.result()) for future in done]
+        waiting = Ticket(self.engine.submit(requests)) if requests else self._tickets.pop(ticket)
+        answers = [(index, future.exception() or future.result()) for index, future in await waiting.next()]
         for _, answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, ValueError):
                 raise answer
-        if waiting:
-            self._waiting[ticket] = waiting
+        if not waiting.is_over:
+            self._tickets[ticket] = waiting
         return answers
 
     async def cancel(self, numbers: list[int]) -> None:
@@ -144,7 +136,9 @@ class GeneratorRank:
                     f"checkpoint={directory!r}: {file.name} cannot be read ({error}); copy it again"
                 ) from None
         try:
-            state, specs = self.engine.from_hf(tensors), self.engine.parameter_specs
+            specs = self.engine.parameter_specs
+            with platform.one_thread():  # see `_cast`
+                state = self.engine.from_hf(tensors)
         except KeyError as error:
             raise RuntimeError(
                 f"checkpoint={directory!r}: does not fit this config's model: {error} is of no part of it; give the "
@@ -156,7 +150,7 @@ class GeneratorRank:
         }
         if difference := explain_difference(entries, specs):
             raise RuntimeError(f"checkpoint={directory!r}: does not fit this config's model: {difference}")
-        self.engine.stage(version, {name: tensor.to(specs[name][1]) for name, tensor in state.items()})
+        self.engine.stage(version, _cast(state, {name: dtype for name, (_, dtype) in specs.items()}))
 
     async def load(self, version: int) -> float | ValueError:
         """Copies the fetched version into the model between two engine steps and resets the prefix cache. Returns the
@@ -196,6 +190,13 @@ class GeneratorRank:
     async def abort(self) -> None:
         """Does nothing: an engine's thread has ended, or hangs and cannot be ended. The actor's endpoint of this name
         ends the process."""
+
+
+def _cast(tensors: dict[str, torch.Tensor], dtypes: dict[str, torch.dtype]) -> dict[str, torch.Tensor]:
+    """Tensors in the dtypes of the same names. No operator runs on several threads: libgomp would keep them for this
+    thread, and the threads of the engine's operators would spin for less long (`environment.default_environment`)."""
+    cast = platform.in_threads(lambda name: tensors[name].to(dtypes[name]), list(tensors))
+    return dict(zip(tensors, cast, strict=True))
 
 
 def _difference(manifest: layout.Manifest, specs: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> str:

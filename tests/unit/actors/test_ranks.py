@@ -1,5 +1,7 @@
 """What ranks answer has left the device: another process has none, or another one."""
 
+import os
+import threading
 import weakref
 from types import SimpleNamespace
 
@@ -12,7 +14,7 @@ from torchtitan_rl import adapters, platform
 
 adapters.prepare_vllm(eager=True)
 
-from torchtitan_rl.actors.generator_rank import GeneratorRank  # noqa: E402
+from torchtitan_rl.actors.generator_rank import GeneratorRank, _cast  # noqa: E402
 from torchtitan_rl.actors.trainer_files import TrainerFiles  # noqa: E402
 from torchtitan_rl.config.meshes import LoRAConfig, TrainerConfig  # noqa: E402
 from torchtitan_rl.weights import layout  # noqa: E402
@@ -161,3 +163,26 @@ async def test_a_base_that_was_not_published_is_published_before_the_next_adapte
     exchange.base_has_changed()
     assert exchange.base_fingerprint() != fingerprint
     exchange.close()
+
+
+def test_a_cast_starts_no_threads_of_operators_in_the_thread_that_asks():
+    """They would stay, and libgomp lets the threads of a process with more of them than cores spin for less long."""
+    tensors = {"a": torch.randn(1000, 1000), "b": torch.randn(7)}
+    num_threads = []
+    thread = threading.Thread(
+        target=lambda: num_threads.extend(_threads_around(lambda: casts.append(_cast(tensors, dtypes))))
+    )
+    dtypes, casts = {"a": torch.bfloat16, "b": torch.float32}, []
+    _cast(tensors, dtypes)  # the workers, which stay
+    thread.start()
+    thread.join()
+    assert num_threads[0] == num_threads[1]
+    assert casts[0]["a"].equal(tensors["a"].bfloat16()) and casts[0]["b"].equal(tensors["b"])
+    assert list(casts[0]) == ["a", "b"]
+
+
+def _threads_around(call):
+    """The threads of this process before and after a call, of which none has ended meanwhile."""
+    before = len(os.listdir("/proc/self/task"))
+    call()
+    return before, len(os.listdir("/proc/self/task"))
