@@ -44,7 +44,7 @@ class Ticket:
         return not self._num_left
 
     async def next(self) -> list[tuple[int, Future]]:
-        """Waits for completed futures and takes them, each with its index, in the order of their completion."""
+        """Waits for completed futures and takes them, each with its index, in the order of these."""
         await self._until(1, None)
         elapsed_s = time.monotonic() - self._began
         wait_s = min(max(_SHORTEST_WAIT_S, _WAIT_SHARE * elapsed_s), _LONGEST_WAIT_S)
@@ -52,7 +52,7 @@ class Ticket:
         with self._lock:
             done, self._done = self._done, []
         self._num_left -= len(done)
-        return done
+        return sorted(done, key=lambda entry: entry[0])
 
     async def _until(self, number: int, timeout_s: float | None) -> None:
         """Waits until so many futures are completed and not taken, or until the time has passed."""

@@ -176,13 +176,13 @@ def test_a_cast_starts_no_threads_of_operators_in_the_thread_that_asks():
     _cast(tensors, dtypes)  # the workers, which stay
     thread.start()
     thread.join()
-    assert num_threads[0] == num_threads[1]
+    assert num_threads[1] <= num_threads[0]  # one of a test before may have ended
     assert casts[0]["a"].equal(tensors["a"].bfloat16()) and casts[0]["b"].equal(tensors["b"])
     assert list(casts[0]) == ["a", "b"]
 
 
 def _threads_around(call):
-    """The threads of this process before and after a call, of which none has ended meanwhile."""
+    """How many threads this process has before and after a call."""
     before = len(os.listdir("/proc/self/task"))
     call()
     return before, len(os.listdir("/proc/self/task"))

@@ -22,7 +22,7 @@ async def test_the_last_answer_waits_for_none(monkeypatch):
     waiting = Ticket(futures)
     futures[1].set_result("b")
     threading.Timer(0.05, futures[0].set_result, ["a"]).start()
-    assert await indices(waiting) == [1, 0] and waiting.is_over
+    assert await indices(waiting) == [0, 1] and waiting.is_over
 
 
 async def test_answers_that_come_within_the_wait_travel_together_and_later_ones_next(monkeypatch):
@@ -31,7 +31,7 @@ async def test_answers_that_come_within_the_wait_travel_together_and_later_ones_
     waiting = Ticket(futures)
     futures[2].set_result("c")
     futures[0].set_result("a")
-    assert await indices(waiting) == [2, 0] and not waiting.is_over
+    assert await indices(waiting) == [0, 2] and not waiting.is_over
     futures[1].set_result("b")
     futures[3].set_exception(ValueError("d"))
     (b, d) = await waiting.next()
