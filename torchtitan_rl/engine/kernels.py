@@ -135,15 +135,16 @@ def _turned_halves(flat: torch.Tensor, head_dim: int, cosines: torch.Tensor, sin
     """Heads (tokens, heads x head_dim), of which dimension i is paired with i + head_dim / 2, in torch's operators.
     Cosines and sines are (tokens, 1, head_dim / 2)."""
     first, second = flat.unflatten(-1, (-1, head_dim)).float().chunk(2, dim=-1)
-    turned = torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
-    return turned.flatten(1).to(flat.dtype)
+    turned = first * cosines - second * sines, second * cosines + first * sines
+    # Cast before they are joined: a compiler writes both halves in one pass then.
+    return torch.cat([part.to(flat.dtype) for part in turned], dim=-1).flatten(1)
 
 
 def _turned_pairs(flat: torch.Tensor, head_dim: int, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
     """As `_turned_halves`, of which dimension 2i is paired with 2i + 1."""
     first, second = flat.unflatten(-1, (-1, head_dim // 2, 2)).float().unbind(-1)
-    turned = torch.stack([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
-    return turned.flatten(1).to(flat.dtype)
+    turned = first * cosines - second * sines, second * cosines + first * sines
+    return torch.stack([part.to(flat.dtype) for part in turned], dim=-1).flatten(1)
 
 
 def _packed(matrix: torch.Tensor) -> Any:
@@ -340,8 +341,9 @@ class KernelAttention(GQAttention):
         else:
             query, key, value = self.qkv_linear.flat(x_BLD[0])
             if self.q_norm is not None:
-                query = self.q_norm(query.reshape(-1, self.head_dim)).view(query.shape)
-                key = self.k_norm(key.reshape(-1, self.head_dim)).view(key.shape)
+                # Views, as query and key are parts of one product: a compiler makes slow loops of a reshape of those.
+                query = self.q_norm(query.unflatten(-1, (-1, self.head_dim))).flatten(1)
+                key = self.k_norm(key.unflatten(-1, (-1, self.head_dim))).flatten(1)
             rotate = self.rope.rotate_apart if self.qkv_linear.pairs_are_apart else self.rope.rotate
             query, key = rotate(query, key, positions[0], self.head_dim)
         return self.wo(self.inner_attention.attention(query, key, value))[None]  # `PagedAttention`'s, from vLLM
