@@ -142,32 +142,43 @@ class TorchtitanModel(nn.Module):
         for name, place in self.places.items():
             tied = first.setdefault(id(place), name)
             one, other = weights[name], weights[tied]
-            if one.data_ptr() != other.data_ptr() and _differ(one, other):
+            if one.data_ptr() != other.data_ptr() and _blocks_differ(one, other):
                 return name
         return ""
 
     @torch.inference_mode()
     def check_holds(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Raises RuntimeError unless this rank holds its part of these whole tensors bit for bit."""
-        state: dict[str, torch.Tensor] = {}
-        names, differ = [], []
-        for name, tensor in weights:
-            if name not in state:
-                state = self._state_beside(name)
-            loaded, expected = state[name], shard_for_rank(name, tensor, self.tp_rank, self.tp_size)
-            names.append(name)
-            differ.append(_differ(loaded, expected.to(loaded.device, loaded.dtype, non_blocking=True)))
-        for name, differs in zip(names, torch.stack(differ).tolist()):  # a GPU is waited for here and nowhere before
+        by_owner: dict[str, dict[str, torch.Tensor]] = {}
+        pairs = {(id(self.places[name]), tensor.data_ptr()): (name, tensor) for name, tensor in weights}  # a tie once
+        for name, tensor in pairs.values():
+            by_owner.setdefault(self._owner(name), {})[name] = tensor
+        # The largest first: on a CPU a core takes one module after another, whose fused weights it copies apart.
+        groups = sorted(by_owner.items(), key=lambda group: -sum(tensor.nbytes for tensor in group[1].values()))
+        on_device = any(place.is_cuda for place in self.places.values())
+        compared = list(map(self._differing, groups)) if on_device else platform.in_threads(self._differing, groups)
+        differ = {name: differs for group in compared for name, differs in group.items()}
+        for name, differs in zip(differ, torch.stack(list(differ.values())).tolist()):  # the only wait for a GPU
             if differs:
                 raise RuntimeError(f"policy_version={version}: the engine holds other values of {name} than were sent")
 
-    def _state_beside(self, name: str) -> dict[str, torch.Tensor]:
-        """The tensors of `canonical_state` that one module has, among them `name`. A fused weight's are copies."""
-        *path, owner, _ = name.split(".")
-        module = self.decoder.get_submodule(".".join(path))
-        if hasattr(module, owner):
-            module, path = getattr(module, owner), [*path, owner]
-        return module.state_dict(prefix=".".join([*path, ""]))
+    def _owner(self, name: str) -> str:
+        """The smallest module whose state dict has this tensor of `canonical_state`."""
+        owner, _, _ = name.rpartition(".")
+        try:
+            self.decoder.get_submodule(owner)
+        except AttributeError:  # a part of a fused weight: no module has its name
+            owner = owner.rpartition(".")[0]
+        return owner
+
+    def _differing(self, group: tuple[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Whether each of the tensors of one module differs from this rank's part of the whole tensor of its name."""
+        owner, tensors = group
+        state, differ = self.decoder.get_submodule(owner).state_dict(prefix=f"{owner}."), {}
+        for name, tensor in tensors.items():
+            loaded, expected = state[name], shard_for_rank(name, tensor, self.tp_rank, self.tp_size)
+            differ[name] = _differ(loaded, expected.to(loaded.device, loaded.dtype, non_blocking=True))
+        return differ
 
 
 @support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": 0, "inputs_embeds": 0})
@@ -199,13 +210,17 @@ def model_class(shape: DecoderShape) -> type[TorchtitanModel]:
 
 
 def _differ(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Whether two tensors of one shape and dtype have different bits, as a tensor of one boolean: compared on a GPU
-    without a wait, on a CPU by every core at once."""
+    """Whether two tensors of one shape and dtype have different bits, as a tensor of one boolean, for which a GPU is not
+    waited for."""
     if one.is_cuda:
         return (_bits(one) != _bits(other)).any()
+    return torch.tensor(not torch.equal(_bits(one), _bits(other)))
+
+
+def _blocks_differ(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors in host memory of one shape and dtype have different bits, compared by every core at once."""
     blocks = [(one[rows], other[rows]) for rows in row_blocks(one)]
-    equal = platform.in_threads(lambda block: torch.equal(_bits(block[0]), _bits(block[1])), blocks)
-    return torch.tensor(not all(equal))
+    return not all(platform.in_threads(lambda block: torch.equal(_bits(block[0]), _bits(block[1])), blocks))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -59,6 +59,12 @@ class FiniteCheck:
 
 def is_finite(tensor: torch.Tensor) -> bool:
     """Whether a contiguous tensor of floats in host memory has no NaN and no infinity."""
+    # A NaN or an infinity makes the sum one. A finite sum takes half the time of what is below, which a sum that
+    # overflows needs.
+    return bool(tensor.sum().isfinite()) or _has_finite_bits(tensor)
+
+
+def _has_finite_bits(tensor: torch.Tensor) -> bool:
     # Bits in order of magnitude: positive numbers as signed integers, negative ones as unsigned integers. From those of
     # an infinity on they are not finite. `torch.isfinite` takes a hundred times as long.
     signed, unsigned = _INTEGERS[tensor.element_size()]

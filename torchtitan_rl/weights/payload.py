@@ -14,7 +14,7 @@ from torchtitan_rl.weights.layout import Block, Manifest, checksum
 
 __all__ = ["PayloadWriter", "intact"]
 
-_BUCKET_BYTES = 2**26
+_BUCKET_BYTES = 2**28
 """Of tensors that wait to be written. A gathered tensor lives until then."""
 
 
