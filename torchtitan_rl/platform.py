@@ -268,7 +268,7 @@ def pin(buffer: torch.Tensor) -> None:
         _forget_error()
         logger.warning(
             "host memory of %d bytes: could not be pinned (cudaError %d); its copies will take longer",
-            buffer.numel(),
+            buffer.nbytes,
             error,
         )
     else:

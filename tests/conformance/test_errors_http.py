@@ -105,6 +105,7 @@ SPOILED = {
     "csr-column-outside": sparse([0, 1, 1, 1, 1, 1], [9]),
     "csr-column-negative": sparse([0, 1, 1, 1, 1, 1], [-1]),
     "csr-rows-fall": sparse([0, 2, 1, 2, 2, 2], [0, 1]),
+    "csr-rows-overflow": sparse([0, 2**62, -(2**63), -(2**62), 0, 0], []),
     "csr-rows-short": sparse([0, 1], [0]),
     "csr-end-beyond-values": sparse([0, 1, 1, 1, 1, 2**40], [0]),
     "csr-starts-late": sparse([1, 1, 1, 1, 1, 1], [0]),

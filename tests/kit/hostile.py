@@ -146,6 +146,10 @@ say()
         "for i in range(10**7): os.close(os.open(f'/tmp/sandbox/{i}', os.O_CREAT | os.O_WRONLY))",
         lambda seen, done: done.limit == "disk",
     ),
+    "makes files without content in shared memory": (
+        "for i in range(10**7): os.close(os.open(f'/dev/shm/{i}', os.O_CREAT | os.O_WRONLY))",
+        lambda seen, done: done.limit == "disk",
+    ),
     "reads files of the machine": (
         """
 for path in (SECRET_FILE, "/root/.ssh/id_rsa", "/etc/shadow", "/etc/passwd", f"/proc/{SECRET_PID}/environ"):

@@ -20,8 +20,8 @@ class Ticket:
     """Futures that the engine's thread completes, and an event loop that takes the completed ones several at a time.
 
     A message between two processes costs each of them .6 ms of processor time, and where processors are few the engine
-    stands still meanwhile. So an answer waits for the next ones, a tenth of the time that it has taken itself, and .2 s
-    at most. The last answer of a ticket waits for none."""
+    stands still meanwhile. So an answer waits for the next ones, a tenth of the time that it has taken itself, 20 ms at
+    least and .2 s at most. The last answer of a ticket waits for none."""
 
     def __init__(self, futures: Sequence[Future]) -> None:
         """Belongs to the event loop that runs."""
@@ -56,13 +56,15 @@ class Ticket:
 
     async def _until(self, number: int, timeout_s: float | None) -> None:
         """Waits until so many futures are completed and not taken, or until the time has passed."""
-        self._wakes.clear()
-        with self._lock:
-            self._num_wanted = number
-            if len(self._done) >= number:
-                return
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._wakes.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                while True:  # a wake-up may still be under way when the number that is wanted has grown
+                    self._wakes.clear()
+                    with self._lock:
+                        self._num_wanted = number
+                        if len(self._done) >= number:
+                            return
+                    await self._wakes.wait()
 
     def _complete(self, index: int, future: Future) -> None:
         with self._lock:

@@ -3,6 +3,8 @@ self-distillation."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
@@ -12,6 +14,9 @@ from torchtitan_rl.types.ends import Diverged
 from torchtitan_rl.weights.finite import WeightsNotFinite
 
 __all__ = ["PolicyWeights"]
+
+_PLAYING = "rollouts that the snapshot scores"
+"""The holder of a version that was the snapshot when the play of a batch began."""
 
 
 class PolicyWeights:
@@ -44,6 +49,18 @@ class PolicyWeights:
         if self.teacher_version is None:
             await self.set_teacher(self._generator.policy_version)
         return self.teacher_version
+
+    @asynccontextmanager
+    async def holding_teacher(self) -> AsyncIterator[int]:
+        """The version of the snapshot, see `teacher`, which is kept while the block runs: another one may become the
+        snapshot meanwhile."""
+        version = await self.teacher()
+        assert self._versions is not None, "`set_teacher` refuses a snapshot where there are no versions"
+        self._versions.pin(version, _PLAYING)
+        try:
+            yield version
+        finally:
+            await self._versions.release(version, _PLAYING)
 
     async def set_teacher(self, version: int) -> None:
         """Makes `version` the snapshot, pins it and releases the snapshot before. Raises RuntimeError with generators

@@ -123,8 +123,12 @@ class Replica:
         """Fetches a version, while requests go on, and loads it once pinned ones have ended. Adapters are fetched once
         a slot is free for them, and no request begins until they are loaded: they are small. Raises ReplicaLost, and
         VersionRefused."""
-        if self._releasing is not None:
-            await self._releasing
+        if (releasing := self._releasing) is not None:
+            try:
+                await asyncio.shield(releasing)  # it goes on where the pull is cancelled
+            finally:
+                if releasing.done():
+                    self._releasing = None
         if self._adapters is not None:
             previous = await self._pull_adapters(version, self._adapters)
             self._releasing = asyncio.ensure_future(self._release(previous))

@@ -7,6 +7,7 @@ schedules would wait for each other forever. An error that ends the thread is ra
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import queue
@@ -30,7 +31,16 @@ from torchtitan_rl.config.meshes import GeneratorConfig
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.engine import noise, vllm_internals, vllm_model
 from torchtitan_rl.engine.arguments import engine_args
-from torchtitan_rl.engine.command import Command
+from torchtitan_rl.engine.commands import (
+    AddRequests,
+    CancelRequests,
+    Command,
+    JoinCompany,
+    Load,
+    LoadAdapters,
+    Sleep,
+    Wake,
+)
 from torchtitan_rl.engine.engine_requests import completion, engine_params, has_nan, scores
 from torchtitan_rl.engine.followed_schedule import FollowedSchedule, companion_number
 from torchtitan_rl.engine.layer_adapters import NO_SLOT
@@ -112,7 +122,8 @@ class Engine:
         and nothing."""
         self._config, self._model_config, self._seed, self._sleeps = config, model, seed, sleeps
         self._spec = build_spec(model)
-        self._schedules_ahead = schedules_ahead(config, resolve_shape(model))
+        shape = resolve_shape(model)
+        self._schedules_ahead, self._ties_embeddings = schedules_ahead(config, shape), shape.tie_embeddings
         self._leads = rank == 0
         """Whether this rank is rank 0, which gets the requests."""
         self.parameter_specs = whole_parameters(self._spec, config.dtype)
@@ -135,7 +146,7 @@ class Engine:
         """Name and tensors of the base that a version's adapters need and the model did not hold when they came."""
         self._digests: dict[int, str] = {}
         """Of the staged versions, where a schedule is recorded."""
-        self._num_requests = 0
+        self._request_ids = itertools.count(1)
         self._closing = False
 
         # Written by the engine's thread.
@@ -166,6 +177,8 @@ class Engine:
         """Whether a request had a NaN since the prefix cache was emptied."""
         self._halted = False
         """Whether the last load failed: the model holds no whole version, and requests wait for a load."""
+        self._check: threading.Thread | None = None
+        """Compares the loaded weights with those that were sent, beside requests."""
         self._cache: vllm_internals.CacheGroup | None = None
         """The slots by which experts of tokens are recorded; None: they are not."""
         self._failure: BaseException | None = None
@@ -183,10 +196,9 @@ class Engine:
 
         The future of a sampling request gives a Completion. The future of a scoring request gives one log-probability
         per token but the first; with `top_k`, a pair of tensors (T - 1, top_k): tokens and log-probabilities."""
-        command, futures = Command(), []
+        command, futures = AddRequests(), []
         for request in requests:
-            self._num_requests += 1
-            command.argument.append((str(self._num_requests), request))
+            command.requests.append((str(next(self._request_ids)), request))
             futures.append(_future())
         self._send(command, futures)
         return futures
@@ -194,7 +206,7 @@ class Engine:
     def cancel(self, numbers: list[int]) -> Future:
         """Takes the requests with these `Request.number` out of the engine, where they are in it: nobody waits for
         their answers, which are None."""
-        return self._send_one(Command("cancel", numbers))
+        return self._send_one(CancelRequests(numbers))
 
     def stage(self, version: int, tensors: dict[str, torch.Tensor]) -> None:
         """Keeps the tensors of a version on this rank until rank 0 commands the load."""
@@ -216,21 +228,21 @@ class Engine:
     def load(self, version: int) -> Future:
         """Copies a version that every rank has staged into the model between two steps. Gives the seconds it took, or a
         ValueError that says why the version cannot be loaded. The engine stands still then, until it loads another."""
-        return self._send_one(Command("load", version))
+        return self._send_one(Load(version))
 
     def load_adapters(self, version: int, slot: int) -> Future:
         """Copies adapters that every rank has staged into a slot, between two steps, in place of those in it, which no
         request in the engine may need. Gives the seconds it took, or a ValueError that says why they cannot be loaded:
         the slot is empty then."""
-        return self._send_one(Command("load_adapters", (version, slot)))
+        return self._send_one(LoadAdapters(version, slot))
 
     def sleep(self) -> Future:
         """Frees weights and KV cache on a device shared with a trainer. Raises RuntimeError while requests run."""
-        return self._send_one(Command("sleep"))
+        return self._send_one(Sleep())
 
     def wake(self, part: str) -> Future:
         """Brings back `"weights"` or `"kv_cache"`; the cache comes back empty."""
-        return self._send_one(Command("wake", part))
+        return self._send_one(Wake(part))
 
     def probe(self) -> Future:
         """Done once the engine's thread has answered, between two iterations. Not a command: other ranks do not see
@@ -251,7 +263,10 @@ class Engine:
             raise RuntimeError(f"the engine did not end within {_CLOSE_S:g} s; end this process")
 
     def from_hf(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Renames tensors from Hugging Face's names to torchtitan's."""
+        """Renames tensors from Hugging Face's names to torchtitan's. A tied head is the embedding, whatever head the
+        files have: trainers do not read that one either."""
+        if self._ties_embeddings:
+            tensors = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
         return self._spec.state_dict_adapter(self._spec.model, None).from_hf(tensors)
 
     def unequal_tie(self, tensors: dict[str, torch.Tensor]) -> str:
@@ -366,7 +381,8 @@ class Engine:
 
     def _next(self) -> tuple[Command, list[Future]]:
         """The next command and, on rank 0, its futures. Without one: a command to add no request."""
-        command, futures = Command(), []
+        command: Command = AddRequests()
+        futures: list[Future] = []
         if self._followed_schedule is not None and not self._followed_schedule.is_over:
             command, futures = self._next_followed(self._followed_schedule)
         elif self._leads:
@@ -395,23 +411,26 @@ class Engine:
             return followed.part(waited)
         with suppress(queue.Empty):
             followed.receive(*self._commands.get(timeout=_IDLE_WAIT_S))
-        return Command(holds_step=not self._closing), []
+        return AddRequests(holds_step=not self._closing), []
 
     def _execute(self, command: Command, futures: list[Future]) -> None:
-        if command.kind == "add":
-            self._add_all(command.argument, futures)
-        elif command.kind == "cancel":
-            self._cancel(command.argument, futures)
-        elif command.kind == "load":
-            self._update(command.argument, futures)
-        elif command.kind == "company":
-            self._join_company(command.argument)
-        elif command.kind == "load_adapters":
-            self._load_staged_adapters(command.argument, futures)
-        elif command.kind == "sleep":
-            self._sleep_now(futures)
-        else:
-            self._wake_now(command.argument, futures)
+        match command:
+            case AddRequests(requests):
+                self._add_all(requests, futures)
+            case CancelRequests(numbers):
+                self._cancel(numbers, futures)
+            case Load(version):
+                self._update(version, futures)
+            case LoadAdapters(version, slot):
+                self._load_staged_adapters(version, slot, futures)
+            case JoinCompany(companions):
+                self._join_company(companions)
+            case Sleep():
+                self._sleep_now(futures)
+            case Wake(part):
+                self._wake_now(part, futures)
+            case _:
+                raise TypeError(f"command={command!r}: is none that an engine executes")
 
     def _step(self) -> None:
         """Answers health probes, and takes one engine step if there is work."""
@@ -587,6 +606,7 @@ class Engine:
 
     def _load_staged(self, version: int, futures: list[Future]) -> None:
         assert "weights" not in self._asleep, "dispatch wakes the weights before a pull"
+        self._end_check()
         tensors, began = self._staged.pop(version), time.perf_counter()
         has_requests = self._engine.has_unfinished_requests()
         refusal = self._copy(version, tensors)
@@ -636,8 +656,7 @@ class Engine:
             )
         return under_way
 
-    def _load_staged_adapters(self, version_and_slot: tuple[int, int], futures: list[Future]) -> None:
-        version, slot = version_and_slot
+    def _load_staged_adapters(self, version: int, slot: int, futures: list[Future]) -> None:
         tensors, base, began = self._staged.pop(version), self._staged_bases.pop(version, None), time.perf_counter()
         recorded_digests = self._digests.pop(version, "")
         slot = self._own_slot(version) if slot >= self._config.max_adapters else slot
@@ -731,7 +750,15 @@ class Engine:
                 for future in futures:
                     future.set_result(stall_s)
 
-        threading.Thread(target=check, name="check", daemon=True).start()
+        self._check = threading.Thread(target=check, name="check", daemon=True)
+        self._check.start()
+
+    def _end_check(self) -> None:
+        """Waits until the weights may change: the check of a rank other than 0 answers nobody, so the next load may
+        come while it compares."""
+        if self._check is not None:
+            self._check.join()
+            self._check = None
 
     # The engine's thread: giving the device to a trainer and taking the device back.
 
@@ -740,6 +767,7 @@ class Engine:
         if self._engine.has_unfinished_requests():
             return _answer(futures, f"sleep: {len(self._in_flight)} requests are in flight; wait for them first")
         if not self._asleep:
+            self._end_check()
             self._engine.reset_prefix_cache()
             if platform.can_sleep():
                 self._engine.sleep(level=1)

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
-from torchtitan_rl.engine.command import Command
+from torchtitan_rl.engine.commands import AddRequests, CancelRequests, Command, JoinCompany, Load, LoadAdapters
 from torchtitan_rl.record.schedule import Companion, ScheduleEntry, request_key
 from torchtitan_rl.types import Request
 
@@ -67,23 +67,23 @@ class FollowedSchedule:
         """Takes a command that has come."""
         if self._has_ended:  # nothing else would give it: the last commands of the record are not executed yet
             self._at_once.append((command, futures))
-        elif command.kind == "add":
-            for (request_id, request), future in zip(command.argument, futures, strict=True):
+        elif isinstance(command, AddRequests):
+            for (request_id, request), future in zip(command.requests, futures, strict=True):
                 key = request_key(request)
                 is_due = self._due_requests[key] > 0
                 self._due_requests[key] -= is_due
                 (self._requests[key] if is_due else self._unrecorded).append((request_id, request, future))
-        elif (version := _loaded_version(command)) is not None and self._waits(command.kind, version):
-            self._due_loads[version] -= 1
-            self._loads[version].append((command, futures))
+        elif isinstance(command, Load | LoadAdapters) and self._waits(command):
+            self._due_loads[command.version] -= 1
+            self._loads[command.version].append((command, futures))
         else:
             self._at_once.append((command, futures))
 
-    def _waits(self, kind: str, version: int) -> bool:
+    def _waits(self, load: Load | LoadAdapters) -> bool:
         """Whether a load is in the record, or would come after it. Adapters that the record does not have are loaded at
         once: they change no others."""
-        is_later = kind == "load" and self._first_load is not None and version > self._first_load
-        return is_later or self._due_loads[version] > 0
+        is_later = isinstance(load, Load) and self._first_load is not None and load.version > self._first_load
+        return is_later or self._due_loads[load.version] > 0
 
     def next(self, iteration: int, unfinished: int, *, has_work: bool) -> _Received | None:
         """The command to execute now, an empty one where a step is due first; None: the command that is due has not
@@ -93,12 +93,12 @@ class FollowedSchedule:
             return self._at_once.popleft()
         if self._company and self._has_loaded:
             company, self._company = self._company, []
-            return Command("company", company, holds_step=True), []
+            return JoinCompany(company, holds_step=True), []
         if not self._entries:  # what comes now would share steps with requests of the record
-            return (Command(), []) if has_work else self._released()
+            return (AddRequests(), []) if has_work else self._released()
         entry = self._entries[0]
         if entry.iteration > iteration and has_work:
-            return Command(), []
+            return AddRequests(), []
         if (entry.iteration, entry.unfinished) != (iteration, unfinished):
             return self.part(
                 f"at iteration {iteration} it has {unfinished} requests; the record has {entry.unfinished} at "
@@ -109,12 +109,13 @@ class FollowedSchedule:
         self._entries.popleft()
         if entry.cancelled:
             numbers = [self._numbers[number] for number in entry.cancelled if number in self._numbers]
-            return Command("cancel", numbers, holds_step=True), []
+            return CancelRequests(numbers, holds_step=True), []
         if entry.version is not None:
             self._has_loaded = True
             command, futures = self._loads[entry.version].popleft()
-            argument = command.argument if entry.slot is None else (entry.version, entry.slot)
-            return Command(command.kind, argument, holds_step=True), futures
+            if entry.slot is not None:
+                command = LoadAdapters(entry.version, entry.slot)
+            return replace(command, holds_step=True), futures
         admitted = [self._requests[key].popleft() for _, key in entry.requests]
         self._numbers |= {number: request.number for (number, _), (_, request, _) in zip(entry.requests, admitted)}
         for (_, request, _), version in zip(admitted, entry.adapters):
@@ -139,7 +140,7 @@ class FollowedSchedule:
     def _released(self) -> _Received:
         self._has_ended, early = True, self._early_requests()
         self._at_once += [
-            (Command(command.kind, command.argument, holds_step=True), futures)
+            (replace(command, holds_step=True), futures)
             for _, waiting in sorted(self._loads.items())
             for command, futures in waiting
         ]
@@ -157,13 +158,6 @@ def companion_number(companion: Companion) -> int:
     return -1 - companion.number
 
 
-def _loaded_version(command: Command) -> int | None:
-    """The version that a command loads; None: it loads none."""
-    if command.kind == "load_adapters":
-        return command.argument[0]
-    return command.argument if command.kind == "load" else None
-
-
 def _admission(requests: list[tuple[str, Request, Future]]) -> _Received:
     futures = [future for *_, future in requests]
-    return Command("add", [(request_id, request) for request_id, request, _ in requests], holds_step=True), futures
+    return AddRequests([(request_id, request) for request_id, request, _ in requests], holds_step=True), futures

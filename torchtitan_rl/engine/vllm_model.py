@@ -210,8 +210,8 @@ def model_class(shape: DecoderShape) -> type[TorchtitanModel]:
 
 
 def _differ(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Whether two tensors of one shape and dtype have different bits, as a tensor of one boolean, for which a GPU is not
-    waited for."""
+    """Whether two tensors of one shape and dtype have different bits, as a tensor of one boolean: no GPU is waited
+    for."""
     if one.is_cuda:
         return (_bits(one) != _bits(other)).any()
     return torch.tensor(not torch.equal(_bits(one), _bits(other)))
@@ -226,4 +226,5 @@ def _blocks_differ(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """The bits of a tensor, in words as long as they fit: torch compares such words four times as fast as bfloat16."""
     flat = tensor.reshape(-1)
-    return flat.view(torch.int64 if flat.nbytes % 8 == 0 else torch.uint8)
+    fit = flat.nbytes % 8 == 0 and flat.storage_offset() * flat.itemsize % 8 == 0
+    return flat.view(torch.int64 if fit else torch.uint8)

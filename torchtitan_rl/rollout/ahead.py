@@ -8,7 +8,7 @@ from typing import Any
 
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.rollout.batches import BatchPlayer
-from torchtitan_rl.rollout.draws import Batch, Draws
+from torchtitan_rl.rollout.draws import Batch, Draws, NothingToTrainOn
 from torchtitan_rl.rollout.finished import FinishedGroups
 from torchtitan_rl.rollout.lagged_batches import LaggedBatches
 from torchtitan_rl.types.run_state import RunState
@@ -47,7 +47,11 @@ class BatchesAhead(LaggedBatches):
             self._playing.append((asyncio.ensure_future(self._player.play(draws, begins)), before))
         playing, _ = self._playing[0]
         await asyncio.sleep(0)  # the requests of later batches leave before training begins
-        batch = await asyncio.shield(playing)  # where the wait is cancelled, the next one gets the batch
+        try:
+            batch = await asyncio.shield(playing)  # where the wait is cancelled, the next one gets the batch
+        except NothingToTrainOn:
+            self._playing.popleft()  # its slots have ended: a resumed run goes on after them
+            raise
         self._playing.popleft()
         return batch
 

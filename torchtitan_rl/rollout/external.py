@@ -19,7 +19,8 @@ from torchtitan_rl.record.tracing import span
 from torchtitan_rl.rollout.agent import AgentFailed, CommandLimits, Endpoint, SessionLimits
 from torchtitan_rl.rollout.agent_process import no_isolation, open_sandbox, run_command
 from torchtitan_rl.rollout.ignored_parameters import check_ignored
-from torchtitan_rl.rollout.policy import Policy, SamplingFailed
+from torchtitan_rl.rollout.policy import Policy
+from torchtitan_rl.rollout.sampler import SamplingFailed
 from torchtitan_rl.tasks.family import SPLITS, TaskFamily
 from torchtitan_rl.tasks.outcomes import is_cancellation, outcome_in_thread
 from torchtitan_rl.tasks.reward_parts import PartNames

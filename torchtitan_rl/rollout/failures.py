@@ -11,8 +11,7 @@ from typing import Any
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.rollout.episode import EnvironmentFailed
 from torchtitan_rl.rollout.group import AttemptFailed
-from torchtitan_rl.rollout.policy import SamplingFailed
-from torchtitan_rl.rollout.sampler import AlteredForTraining
+from torchtitan_rl.rollout.sampler import AlteredForTraining, SamplingFailed
 from torchtitan_rl.tasks.outcomes import is_cancellation
 from torchtitan_rl.types.ends import Ended
 

@@ -114,8 +114,8 @@ class FirstFinished(LaggedBatches):
         if self._slots.get(slot.slot) is slot:  # and not given up
             self._done.append(slot)
             self._more.set()
-            if not played.cancelled() and played.exception() is None:
-                num_long, num = self._num_long(played.result().sampled)
+            if not played.cancelled() and isinstance(played.exception(), NothingToTrainOn | None):
+                num_long, num = self._num_long(_played(slot).sampled)
                 self._num_long_played, self._num_played = self._num_long_played + num_long, self._num_played + num
 
     def _num_long(self, groups: list[RolloutGroup]) -> tuple[int, int]:

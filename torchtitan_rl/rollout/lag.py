@@ -8,7 +8,7 @@ from collections import Counter
 
 from torchtitan_rl.types import RolloutGroup
 
-__all__ = ["ages", "check_lag", "age_metrics"]
+__all__ = ["ages", "check_lag", "age_metrics", "mean"]
 
 
 def ages(publications: list[int]) -> dict[int, int]:
@@ -31,10 +31,12 @@ def age_metrics(groups: list[RolloutGroup], publications: list[int]) -> dict[str
         return {}
     lags = {version: len(publications) - bisect_right(publications, version) for version in num_tokens}
     total, number = sum(lags[version] * num for version, num in num_tokens.items()), num_tokens.total()
-    return {
-        "policy/lag_mean": total / number if total % number else total // number,
-        "policy/lag_max": max(lags.values()),
-    }
+    return {"policy/lag_mean": mean(total, number), "policy/lag_max": max(lags.values())}
+
+
+def mean(total: int, number: int) -> float:
+    """`statistics.mean` of whole numbers, by their sum: a whole number where it is one."""
+    return total / number if total % number else total // number
 
 
 def check_lag(groups: list[RolloutGroup], publications: list[int], max_lag: int) -> None:

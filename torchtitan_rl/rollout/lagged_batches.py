@@ -9,7 +9,7 @@ from typing import Any
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.record.tracing import running, span
 from torchtitan_rl.rollout.batches import BatchPlayer
-from torchtitan_rl.rollout.draws import Batch, Draws
+from torchtitan_rl.rollout.draws import Batch, Draws, NothingToTrainOn
 from torchtitan_rl.rollout.finished import FinishedGroups, GroupLine
 from torchtitan_rl.rollout.lag import check_lag
 from torchtitan_rl.types.run_state import RunState
@@ -44,8 +44,12 @@ class LaggedBatches(ABC):
     async def next_batch(self) -> Batch:
         """The next batch; admits the draws of later batches. Call when the publication after the batch before is
         served. Raises NothingToTrainOn, and RuntimeError for a token that is too old."""
-        with span("wait for a batch"):
-            batch = await running("admit draws", self._next())
+        try:
+            with span("wait for a batch"):
+                batch = await running("admit draws", self._next())
+        except NothingToTrainOn as nothing:
+            self._finished.forget({draw.slot for draw in nothing.batch.draws})
+            raise
         self._finished.forget({draw.slot for draw in batch.draws})
         with span("check the lag"):
             check_lag(batch.groups, self._publications, self._algorithm.max_policy_lag)

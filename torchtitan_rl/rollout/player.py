@@ -57,12 +57,15 @@ class RolloutPlayer:
 
         Adds to `counts` the rollouts that grouping leaves out, and failures where they do not end the run.
         """
-        config = self.config.algorithm
-        policy, workflow = self.policy(config.temperature), self.workflow(self.family)
+        policy = self.policy(self.config.algorithm.temperature)
         policy.for_training = True
-        if config.asks_teacher:
-            policy.teacher_version = await self.weights.teacher()
-        failures = self.failures
+        if not self.config.algorithm.asks_teacher:
+            return await self._play(draws, policy, counts)
+        async with self.weights.holding_teacher() as policy.teacher_version:
+            return await self._play(draws, policy, counts)
+
+    async def _play(self, draws: list[Draw], policy: Policy, counts: Counter) -> list[RolloutGroup]:
+        config, workflow, failures = self.config.algorithm, self.workflow(self.family), self.failures
         newest, restored = self.generator.policy_version, list[RolloutGroup]()
         groups = (running("play rollouts", self._play_draw(draw, workflow, policy, restored)) for draw in draws)
         played: list = await asyncio.gather(*groups, return_exceptions=failures is not None)
@@ -73,7 +76,9 @@ class RolloutPlayer:
         if config.trajectory_grouping_hook is None and all(map(_is_plain, played)):
             return played
         rollouts = [rollout for group in played for rollout in group.rollouts]
-        return form_groups(rollouts, config, counts, policy_version=_oldest_version(restored, newest))
+        # With a lag all may be older: a version serves before the generators have loaded it, and `check_lag` follows.
+        older = restored if self.finished is None else played
+        return form_groups(rollouts, config, counts, policy_version=_oldest_version(older, newest))
 
     async def _play_draw(
         self, draw: Draw, workflow: Callable, policy: Policy, restored: list[RolloutGroup]
@@ -142,10 +147,10 @@ class RolloutPlayer:
         return [sequence for task in tasks for sequence in pair_tokens(task, policy)]
 
 
-def _oldest_version(restored: list[RolloutGroup], newest: int) -> int:
+def _oldest_version(older: list[RolloutGroup], newest: int) -> int:
     """The oldest policy version that a token of a batch may have: `newest`, the one that served when its play began,
-    or an older one of a group that was restored."""
-    turns = (turn for group in restored for rollout in group.rollouts for turn in rollout.turns)
+    or one of a token of the groups `older`."""
+    turns = (turn for group in older for rollout in group.rollouts for turn in rollout.turns)
     return min([newest, *(version for turn in turns for version in turn.completion.policy_versions)])
 
 

@@ -7,18 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan_rl.rollout.chat import Chat
-from torchtitan_rl.rollout.sampler import Sampler, TrainingSampler, refuse_altered
+from torchtitan_rl.rollout.sampler import Sampler, WorkflowSampler, refuse_altered
 from torchtitan_rl.tasks.family import stream
 from torchtitan_rl.types import Completion, Rollout, SamplingParams, Task, Turn
 
-__all__ = ["Policy", "Prompt", "Sampler", "SamplingFailed", "single_turn"]
+__all__ = ["Policy", "Prompt", "Sampler", "single_turn"]
 
 Prompt = str | list[dict[str, str]] | list[int]
 """Text, chat messages, or tokens."""
-
-
-class SamplingFailed(RuntimeError):
-    """The generators gave no completion. The rollout that asked is not at fault."""
 
 
 @dataclass(kw_only=True)
@@ -45,7 +41,7 @@ class Policy:
     @property
     def sampler(self) -> Sampler:
         """Samples and scores tokens for a workflow that `complete` is not enough for."""
-        return TrainingSampler(self.generator) if self.for_training else self.generator
+        return WorkflowSampler(self.generator, for_training=self.for_training)
 
     def prompt_tokens(self, task: Task) -> list[int]:
         """The task's prompt as tokens, see `encode`. Raises ValueError when longer than `max_prompt_tokens`."""
@@ -94,10 +90,7 @@ class Policy:
         )
         if self.for_training:
             refuse_altered(params, self.policy_version)
-        try:
-            return await self.generator.sample(tokens, params, policy_version=self.policy_version)
-        except RuntimeError as error:
-            raise SamplingFailed(str(error)) from error
+        return await self.sampler.sample(tokens, params, policy_version=self.policy_version)
 
     def text(self, completion: Completion) -> str:
         return self.tokenizer.decode(completion.tokens, skip_special_tokens=True)

@@ -1,8 +1,10 @@
-"""The sampler of a workflow; where its rollouts train, it refuses to sample from another distribution than the
-policy's."""
+"""The sampler of a workflow: it tells faults of the generators from the workflow's own, and where the rollouts train it
+refuses to sample from another distribution than the policy's."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -10,7 +12,7 @@ import torch
 from torchtitan_rl.types import Completion, SamplingParams
 from torchtitan_rl.types.completions import alterations
 
-__all__ = ["AlteredForTraining", "Sampler", "TrainingSampler", "refuse_altered"]
+__all__ = ["AlteredForTraining", "Sampler", "SamplingFailed", "WorkflowSampler", "refuse_altered"]
 
 
 class Sampler(Protocol):
@@ -28,6 +30,10 @@ class Sampler(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
+class SamplingFailed(RuntimeError):
+    """The generators gave no answer. The rollout that asked is not at fault."""
+
+
 class AlteredForTraining(ValueError):
     """A workflow asked for a completion that could not train."""
 
@@ -42,23 +48,34 @@ def refuse_altered(params: SamplingParams, policy_version: int | None = None, ca
         )
 
 
-class TrainingSampler:
-    """The sampler of a policy whose rollouts train, for a workflow that asks it without `Policy.complete`: refuses the
-    same settings."""
+class WorkflowSampler:
+    """The sampler of a policy, for a workflow that asks it without `Policy.complete`: raises the same errors."""
 
-    def __init__(self, sampler: Sampler) -> None:
-        self._sampler = sampler
+    def __init__(self, sampler: Sampler, *, for_training: bool) -> None:
+        self._sampler, self._for_training = sampler, for_training
 
     async def sample(
         self, tokens: list[int], params: SamplingParams, *, policy_version: int | None = None
     ) -> Completion:
-        refuse_altered(params, policy_version, "policy.sampler.sample")
-        return await self._sampler.sample(tokens, params, policy_version=policy_version)
+        if self._for_training:
+            refuse_altered(params, policy_version, "policy.sampler.sample")
+        with _faults_of_generators():
+            return await self._sampler.sample(tokens, params, policy_version=policy_version)
 
     async def score(self, tokens: list[int], *, policy_version: int | None = None) -> list[float]:
-        return await self._sampler.score(tokens, policy_version=policy_version)
+        with _faults_of_generators():
+            return await self._sampler.score(tokens, policy_version=policy_version)
 
     async def score_top(
         self, tokens: list[int], top_k: int, *, policy_version: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return await self._sampler.score_top(tokens, top_k, policy_version=policy_version)
+        with _faults_of_generators():
+            return await self._sampler.score_top(tokens, top_k, policy_version=policy_version)
+
+
+@contextmanager
+def _faults_of_generators() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise SamplingFailed(str(error)) from error

@@ -110,11 +110,14 @@ class Checkpoints:
         return path
 
     async def finish(self) -> None:
-        """Waits until the checkpoint that is being written is on disk."""
-        if self._writing is not None:
-            with span("wait for a checkpoint on disk"):
-                line = await self._writing
-            self._writing = None
+        """Waits until the checkpoint that is being written is on disk. It is written on where the wait is cancelled."""
+        if (writing := self._writing) is not None:
+            try:
+                with span("wait for a checkpoint on disk"):
+                    line = await asyncio.shield(writing)
+            finally:
+                if writing.done():
+                    self._writing = None
             self._record(line)  # here and not in `_write`: the place of the line must not depend on the disk
 
     async def finish_at_end(self) -> None:
@@ -125,6 +128,8 @@ class Checkpoints:
         except Exception as error:
             logger.warning("checkpoint: the one that was being written as the run ended is not complete: %r", error)
         finally:
+            if self._writing is not None:
+                self._writing.cancel()
             self._writing = None
 
     async def require_written(self) -> None:

@@ -248,8 +248,9 @@ class Controller(AbstractAsyncContextManager):
                 machine = environment(backend, shares_cores=not (run_backend.in_this_process or attached))
                 write_environment(Path(schedules.directory), machine | {"after_load": schedules.after_load})
             with recorder.span("starting trainer, generators and store", expected_s=15, shown=True):
-                async with stopped_on_failure(launcher, recorder):
+                async with stopped_on_failure(launcher, recorder) as closing:
                     stack = await start(config, inputs, launcher, run_dir.path / "model", hf_weights)
+                    closing.callback(stack.generator.close)  # else its probes would replace what is being stopped
                     state = None
                     if resumption is not None and resumption.checkpoint is not None:
                         state = resume.state_of(resumption)

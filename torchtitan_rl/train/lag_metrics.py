@@ -11,7 +11,7 @@ import torch
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.record.records import Trained
 from torchtitan_rl.record.tracing import span
-from torchtitan_rl.rollout.lag import ages
+from torchtitan_rl.rollout.lag import ages, mean
 from torchtitan_rl.rollout.lagged_batches import LaggedBatches
 from torchtitan_rl.types import RolloutGroup
 
@@ -69,8 +69,8 @@ class LagMetrics:
             "trainer/idle_frac": max(0.0, 1.0 - training_s / line["time/step_s"]),
         }
         if looks:
-            added["generator/idle_frac"] = _mean(self._idle, self._seen)
-            added["generator/in_flight_mean"] = _mean(self._in_flight, looks)
+            added["generator/idle_frac"] = mean(self._idle, self._seen)
+            added["generator/in_flight_mean"] = mean(self._in_flight, looks)
         added["time/eval_wait_s"], added["time/sync_s"] = evaluation_wait_s, line["time/sync_s"] - evaluation_wait_s
         added["generator/stall_s"] = max(self._generator.stalls())
         self._looks = self._seen = self._idle = self._in_flight = 0
@@ -82,11 +82,6 @@ class LagMetrics:
             in_flight = self._generator.in_flight()
             self._looks, self._seen = self._looks + 1, self._seen + len(in_flight)
             self._idle, self._in_flight = self._idle + in_flight.count(0), self._in_flight + sum(in_flight)
-
-
-def _mean(total: int, number: int) -> float:
-    """`statistics.mean` of whole numbers, by their sum."""
-    return total / number if total % number else total // number
 
 
 def ratios_by_age(trained: Sequence[Trained], groups: list[RolloutGroup], publications: list[int]) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -108,16 +108,20 @@ async def start(
 
 
 @asynccontextmanager
-async def stopped_on_failure(launcher: Launcher, recorder: Recorder) -> AsyncIterator[None]:
-    """Stops the meshes that have started when the block fails or is interrupted; a failure is recorded."""
+async def stopped_on_failure(launcher: Launcher, recorder: Recorder) -> AsyncIterator[ExitStack]:
+    """Stops the meshes that have started when the block fails or is interrupted; a failure is recorded. The block adds
+    to the stack what is to be closed before them."""
+    closing = ExitStack()
     try:
-        yield
+        yield closing
     except asyncio.CancelledError:
+        closing.close()
         launcher.kill()  # an interrupt does not wait
         if launcher.attached:  # `kill` ends no process there
             await launcher.stop()
         raise
     except Exception as error:
+        closing.close()
         await launcher.stop()
         note_end(recorder, "run_failed", error_text(error))
         raise

@@ -70,6 +70,22 @@ async def test_answers_that_nobody_waits_for_do_not_wake_the_event_loop(monkeypa
     assert await indices(waiting) == [1, 2, 3]
 
 
+async def test_a_wake_up_that_is_under_way_does_not_end_the_wait_for_more_answers(monkeypatch):
+    monkeypatch.setattr(ticket, "_SHORTEST_WAIT_S", 5.0)
+    monkeypatch.setattr(ticket, "_LONGEST_WAIT_S", 5.0)
+    futures = [Future() for _ in range(3)]
+    waiting = Ticket(futures)
+    answers = asyncio.ensure_future(indices(waiting))
+    futures[0].set_result("a")
+    await asyncio.sleep(0.02)
+    waiting._loop.call_soon_threadsafe(waiting._wakes.set)
+    await asyncio.sleep(0.02)
+    assert not answers.done()
+    for future in futures[1:]:
+        future.set_result("b")
+    assert await answers == [0, 1, 2]
+
+
 async def test_answers_are_lost_neither_nor_given_twice_while_a_thread_completes_them(monkeypatch):
     monkeypatch.setattr(ticket, "_SHORTEST_WAIT_S", 0.001)
     monkeypatch.setattr(ticket, "_LONGEST_WAIT_S", 0.001)

@@ -1,4 +1,6 @@
-"""Weights that are not finite end a run for good, and say which tensor."""
+"""Weights that are not finite end a run for good, and say which tensor; a snapshot stays while it is played with."""
+
+from collections import Counter
 
 import pytest
 
@@ -8,6 +10,8 @@ from torchtitan_rl.weights.finite import NotFinite, WeightsNotFinite
 
 
 class Generator:
+    policy_version = 5
+
     def __init__(self, error=None):
         self.error = error
 
@@ -24,3 +28,22 @@ async def test_a_run_whose_weights_are_not_finite_ends_for_good_and_other_failur
     with pytest.raises(RuntimeError) as error:
         await PolicyWeights({}, Generator(RuntimeError("policy-0.push_weights: OSError: gone")), None).publish()
     assert not isinstance(error.value, Ended)
+
+
+async def test_a_snapshot_that_is_replaced_stays_until_the_rollouts_of_its_batch_are_scored():
+    held = Counter()
+
+    class Versions:
+        def pin(self, version, holder):
+            held[version] += 1
+
+        async def release(self, version, holder):
+            held[version] -= 1
+
+    generator = Generator()
+    weights = PolicyWeights({}, generator, Versions())
+    async with weights.holding_teacher() as version:
+        generator.policy_version = 6
+        await weights.set_teacher(6)
+        assert version == 5 and +held == {5: 1, 6: 1}
+    assert +held == {6: 1} and await weights.teacher() == 6

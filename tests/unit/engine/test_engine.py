@@ -143,10 +143,10 @@ def test_adapters_that_the_engine_holds_wrongly_are_its_own_fault_and_no_refusal
     refused, broken = Future(), Future()
     engine._staged = {1: {}, 2: {}}
     engine._config.max_adapters = 2
-    engine._load_staged_adapters((1, 1), [refused])
+    engine._load_staged_adapters(1, 1, [refused])
     assert isinstance(refused.result(0), ValueError)
     with pytest.raises(RuntimeError, match="slot 0: the engine holds other values"):
-        engine._load_staged_adapters((2, 0), [broken])
+        engine._load_staged_adapters(2, 0, [broken])
     assert not broken.done(), "the end of the engine's thread answers it"
 
 

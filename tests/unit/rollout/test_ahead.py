@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.kit.batch_loop import NUM_BATCHES, PER_BATCH, BatchLoop
 from tests.kit.virtual_time import on_virtual_time
+from torchtitan_rl.rollout.draws import NothingToTrainOn
 from torchtitan_rl.rollout.lag import age_metrics, check_lag
 from torchtitan_rl.types import Task
 
@@ -38,6 +39,19 @@ async def test_no_token_is_older_than_the_bound_and_nothing_is_thrown_away_for_i
         before = run.events[: run.events.index(run.of("admitted")[b])]
         assert step == b and ids == [f"{slot}/0" for slot in range(3 * b, 3 * b + 3)]
         assert sum(event[0] == "trained" for event in before) == max(0, b - lag)
+
+
+async def test_a_run_that_ended_with_nothing_to_train_on_is_resumed_after_that_batch():
+    bad = [f"{slot}/{round}" for slot in range(PER_BATCH, 2 * PER_BATCH) for round in range(99)]
+    run = BatchLoop(1, bad=bad)
+    await run.batch()
+    with pytest.raises(NothingToTrainOn):
+        await run.batch()
+    state = run.batches.state_dict()
+    assert state["next_slot"] == 2 * PER_BATCH
+    assert all(int(line["draw"].split("/")[0]) >= 2 * PER_BATCH for line in state["finished"])
+    await run.batches.cancel()
+    assert run.draws.next_slot == 2 * PER_BATCH
 
 
 async def test_no_batch_is_admitted_that_the_run_will_not_train_on():

@@ -86,7 +86,7 @@ async def test_the_rendered_conversation_is_the_tokens_sampled_and_trained_with_
     assert QWEN.decode(targets) == "".join(said)
     # Turns end at <|im_end|> though the tokenizer's end of sequence is another token.
     end = QWEN.convert_tokens_to_ids("<|im_end|>")
-    assert [params.stop_token_ids for _, params in policy_.sampler.asked] == [[end], [end]]
+    assert [params.stop_token_ids for _, params in policy_.generator.asked] == [[end], [end]]
 
 
 async def test_a_completion_in_tokens_that_the_tokenizer_would_not_choose_is_kept_as_it_was_sampled():

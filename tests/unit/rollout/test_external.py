@@ -18,7 +18,7 @@ from tests.kit.sampler import FunctionSampler, policy
 from tests.unit.serve.opened import BYTES, END, client, user
 from torchtitan_rl.rollout import external as external_module
 from torchtitan_rl.rollout.external import AgentFailed, CommandLimits, SessionLimits, external
-from torchtitan_rl.rollout.policy import SamplingFailed
+from torchtitan_rl.rollout.sampler import SamplingFailed
 from torchtitan_rl.serve.gateway import Gateway
 from torchtitan_rl.types import Task
 

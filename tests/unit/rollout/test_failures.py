@@ -10,7 +10,7 @@ from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.rollout.episode import EnvironmentFailed
 from torchtitan_rl.rollout.failures import Failures, TooManyFailures
 from torchtitan_rl.rollout.group import AttemptFailed, run_group
-from torchtitan_rl.rollout.policy import SamplingFailed
+from torchtitan_rl.rollout.sampler import SamplingFailed
 from torchtitan_rl.types import Completion, Rollout, Task, Turn
 
 TASK = Task(id="t", prompt="p", answer="a")

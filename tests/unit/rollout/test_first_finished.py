@@ -173,3 +173,11 @@ async def test_the_share_of_long_rollouts_is_told_of_the_batch_and_of_all_that_w
     assert batches[-1].metrics["completion/long_played_frac"] == pytest.approx(sum(shares) / 3)
     assert len(played) == 3 * PER_BATCH
     await run.batches.cancel()
+
+
+async def test_slots_whose_groups_were_all_filtered_count_among_the_rollouts_played():
+    run = BatchLoop(2, bad=[f"0/{round}" for round in range(99)], kind=FirstFinished)
+    while 0 not in slots(await run.batch()):
+        pass
+    await asyncio.sleep(0.05)  # until all that is in flight has been played
+    assert "0/0" in run.played and run.batches._num_played == 2 * len(run.played)

@@ -58,7 +58,7 @@ async def test_a_call_is_answered_and_the_answer_rewarded():
     assert text(first.prompt_tokens) == "12*34="
     assert text(second.prompt_tokens) == "12*34=[12*34]408;"
     assert second.completion.tokens == CHARS.encode("408") + [EOS]
-    assert [params.stop for _, params in policy_.sampler.asked] == [["]"], ["]"]]
+    assert [params.stop for _, params in policy_.generator.asked] == [["]"], ["]"]]
 
 
 async def test_the_next_prompt_is_the_tokens_that_were_sampled_even_where_tokenising_again_would_give_others():
@@ -81,12 +81,12 @@ async def test_what_was_sampled_is_what_is_trained():
     group = await run_group(
         workflow_of(family.environment, LIMITS), TASK, one, 1, group_id="0/0", seed=0, reward=family, reward_timeout_s=5
     )
-    sampler = one.sampler
+    generator = one.generator
     assert group.rewards == [1.0]
     data = to_datums([group], AlgorithmConfig())
     whole = torch.cat([data[-1].tokens, data[-1].target_tokens[-1:]]).tolist()
     assert whole == CHARS.encode("12*34=[12*34]408;408") + [EOS]
-    assert whole[: len(sampler.asked[1][0])] == sampler.asked[1][0]
+    assert whole[: len(generator.asked[1][0])] == sampler.asked[1][0]
     # Every sampled token is the target of exactly one position with a loss, no other token of any.
     trained = [
         token
@@ -105,7 +105,7 @@ async def test_limits_of_turns_tokens_and_time():
     policy_ = policy("ab", "abcdefgh")
     tokens = await play(echo(), policy_, limits(max_turns=9, max_tokens=10))
     assert (tokens.end_reason, len(tokens.turns)) == ("tokens", 2)
-    assert [params.max_tokens for _, params in policy_.sampler.asked] == [10 - 2, 10 - 6]
+    assert [params.max_tokens for _, params in policy_.generator.asked] == [10 - 2, 10 - 6]
     assert tokens.turns[1].completion.truncated and text(tokens.turns[1].completion.tokens) == "abcd"
     assert max(len(turn.prompt_tokens) + len(turn.completion.tokens) for turn in tokens.turns) == 10
 
@@ -121,14 +121,14 @@ async def test_limits_of_turns_tokens_and_time():
 async def test_a_completion_is_no_longer_than_the_policys_own_limit():
     policy_ = policy("a", "b", max_tokens=3)
     await play(echo(), policy_, limits(max_turns=2))
-    assert [params.max_tokens for _, params in policy_.sampler.asked] == [3, 3]
+    assert [params.max_tokens for _, params in policy_.generator.asked] == [3, 3]
 
 
 async def test_every_turn_samples_from_a_stream_of_its_own():
     async def seeds(seed):
         policy_ = policy("a", "b")
         await play(echo(), policy_, limits(max_turns=2), seed=seed)
-        return [params.seed for _, params in policy_.sampler.asked]
+        return [params.seed for _, params in policy_.generator.asked]
 
     assert await seeds(7) == [stable_hash(7, 0) >> 1, stable_hash(7, 1) >> 1] == await seeds(7)
     assert len({*await seeds(7), *await seeds(8)}) == 4

@@ -54,6 +54,20 @@ async def test_advantages_of_restored_groups_are_as_old_as_the_groups(monkeypatc
     assert advantages(await player(generator, finished).play([draw], Counter())) == [[0.5]] * 2
 
 
+async def test_with_a_lag_the_version_before_may_answer_while_the_next_one_is_loaded():
+    generator, draw = Generator(), Draw(slot=0, round=0, task=TASK)
+    playing = player(generator, FinishedGroups())
+    play = playing.config.algorithm.workflow
+
+    async def older(task, policy, *, rollout_id, seed):
+        rollout = await play(task, policy, rollout_id=rollout_id, seed=seed)
+        rollout.turns[0].completion.policy_versions = [2]
+        return rollout
+
+    playing.config.algorithm.workflow = older
+    assert advantages(await playing.play([draw], Counter())) == [[0.5]] * 2
+
+
 async def test_advantages_of_an_earlier_batch_do_not_count():
     generator = Generator()
     draw = Draw(slot=0, round=0, task=TASK)

@@ -9,7 +9,7 @@ from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.rollout.failures import Failures
 from torchtitan_rl.rollout.group import run_group
 from torchtitan_rl.rollout.policy import single_turn
-from torchtitan_rl.rollout.sampler import AlteredForTraining
+from torchtitan_rl.rollout.sampler import AlteredForTraining, SamplingFailed
 from torchtitan_rl.types import WITHOUT_ADAPTERS, SamplingParams, Task
 
 
@@ -106,3 +106,17 @@ async def test_the_base_samples_nothing_that_trains(asks):
             await made.sampler.sample([5], SamplingParams(max_tokens=4), policy_version=WITHOUT_ADAPTERS)
     assert not made.generator.asked
     await made.generator.sample([5], SamplingParams(max_tokens=4), policy_version=WITHOUT_ADAPTERS)  # not a turn
+
+
+@pytest.mark.parametrize("for_training", [False, True])
+async def test_a_fault_of_the_generators_is_none_of_the_workflow(for_training):
+    class Gone:
+        async def sample(self, tokens, params=None, *, policy_version=None):
+            raise RuntimeError("no generator replica is left")
+
+        score = score_top = sample
+
+    sampler = dataclasses.replace(policy(for_training=for_training), generator=Gone()).sampler
+    for call in (sampler.sample([5], SamplingParams(max_tokens=1)), sampler.score([5]), sampler.score_top([5], 2)):
+        with pytest.raises(SamplingFailed, match="no generator replica is left"):
+            await call

@@ -74,6 +74,18 @@ async def test_a_run_that_fails_keeps_the_checkpoint_that_is_being_written(tmp_p
     assert checkpoint.is_complete(path)
 
 
+async def test_a_checkpoint_is_written_on_where_the_wait_for_it_is_cancelled(tmp_path):
+    run_dir, policy = RunDir.create(tmp_path), Role()
+    checkpoints = checkpoints_of(run_config(), run_dir, policy=policy)
+    path = await checkpoints.save()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(checkpoints.finish(), 0.01)
+    policy.written.set()
+    await checkpoints.require_written()
+    assert checkpoint.is_complete(path)
+    await checkpoints.finish_at_end()
+
+
 async def test_the_end_of_a_run_does_not_wait_for_ever_for_its_checkpoint(tmp_path, caplog):
     run_dir, config = RunDir.create(tmp_path), run_config()
     config.controller.call_timeout_s = 0.01

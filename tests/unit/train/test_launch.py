@@ -20,7 +20,8 @@ class Backend:
     in_this_process, has_engines = True, False
 
     def __init__(self, *, failing=False):
-        self.failing, self.stopped = failing, 0
+        self.failing, self.stopped, self.ends = failing, 0, []
+        """`ends`: what was ended, in order."""
 
     def settle(self, config):
         return config
@@ -41,6 +42,7 @@ class Backend:
 
     async def stop(self):
         self.stopped += 1
+        self.ends.append("the launcher")
 
 
 class Unpublished(Controller):
@@ -56,9 +58,12 @@ class Unpublished(Controller):
 @pytest.fixture
 def config(tmp_path, monkeypatch):
     async def nothing(*arguments):
-        return SimpleNamespace(generator=None)
+        pass
 
-    monkeypatch.setattr(controller, "start", nothing)
+    async def start(config, inputs, launcher, *arguments):
+        return SimpleNamespace(generator=SimpleNamespace(close=lambda: launcher.ends.append("the sampling client")))
+
+    monkeypatch.setattr(controller, "start", start)
     monkeypatch.setattr(controller, "check_reward", nothing)
     config = load_config(str(QUICKSTART))
     config.output_dir, config.record.schedule = str(tmp_path / "run"), False
@@ -78,6 +83,7 @@ async def test_a_failure_after_the_gateway_is_open_closes_it(config, monkeypatch
     with pytest.raises(RuntimeError, match="the store is gone"):
         await Unpublished.launch(config)
     assert backend.stopped == 1
+    assert backend.ends == ["the sampling client", "the launcher"]  # a probe would replace what has been stopped
     address = urlsplit(gateways[0].url)
     with pytest.raises(OSError):
         await asyncio.open_connection(address.hostname, address.port)

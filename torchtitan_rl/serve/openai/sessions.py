@@ -20,8 +20,9 @@ from typing import Any
 
 from torchtitan_rl.rollout.agent import Endpoint, SessionLimits
 from torchtitan_rl.rollout.chat import Chat
-from torchtitan_rl.rollout.policy import Policy, SamplingFailed
+from torchtitan_rl.rollout.policy import Policy
 from torchtitan_rl.rollout.renderings import Renderings
+from torchtitan_rl.rollout.sampler import SamplingFailed
 from torchtitan_rl.serve.errors import Refused, invalid
 from torchtitan_rl.serve.limits import Places, Rate
 from torchtitan_rl.serve.openai.message_spans import MessageSpans

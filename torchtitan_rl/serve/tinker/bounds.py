@@ -1,5 +1,5 @@
 """How large a request may be, before anything of it is widened: bytes after decompression, parts of a message, numbers
-of its dense tensors."""
+of its dense tensors, and of its answer."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ __all__ = [
     "MAX_ENTRIES",
     "MAX_JSON_VALUES",
     "MAX_PARTS",
+    "MAX_TOP_LOGPROBS",
     "beginning",
     "check_entries",
     "check_json",
@@ -31,6 +32,9 @@ MAX_JSON_VALUES = 2**21
 """Values of one JSON body: a number is 2 bytes on the wire and some 60 in memory."""
 MAX_ENTRIES = 2**23
 """Numbers of all dense tensors of one request; with targets and weights 96 MiB."""
+MAX_TOP_LOGPROBS = 2**21
+"""Likeliest tokens of all positions of a prompt, or of a sample with its prompt: each is an object of some 200 bytes in
+a generator."""
 
 _UNLOOKED_BYTES = 2**16
 """A message of so few bytes is parsed without being walked through first."""

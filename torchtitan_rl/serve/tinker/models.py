@@ -227,6 +227,7 @@ class Models:
         return self._put(model, seed) if self.places.free() else self._put_later(model, seed)
 
     def _put(self, model: Model, seed: int) -> Awaitable[None]:
+        self.checkpoints.describe(model.record)  # before anything is to be undone where the disk is full
         record, version = model.record, self.places.next_versions()
         if self.lora is not None:
             added = self.trainer.add_adapter(
@@ -236,7 +237,6 @@ class Models:
             added = asyncio.ensure_future(self._start_over(version))
         self.places.occupy(model)
         self.live[record.model_id] = model
-        self.checkpoints.describe(record)
         return added
 
     async def _put_later(self, model: Model, seed: int) -> None:

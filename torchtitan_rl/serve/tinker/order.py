@@ -68,6 +68,8 @@ class InOrder:
         """The number that is awaited; all before it have begun."""
         self._ahead, self._started = ahead, started
         self._waiting: dict[int, _Waiting] = {}
+        self._given_up: set[int] = set()
+        """The numbers that stayed away for too long."""
         self._changed = asyncio.Event()
         self._task: asyncio.Task | None = None
         self.closed = ""
@@ -98,6 +100,11 @@ class InOrder:
         """Why a number is not taken."""
         if self.closed:
             return user(self.closed)
+        if seq_id in self._given_up:
+            return user(
+                f"seq_id={seq_id}: did not come for {self._gap_s:g} s, and those behind it failed; nothing was done "
+                f"for it; send the next, {self._next}"
+            )
         if seq_id and seq_id < self._next:
             return user(f"seq_id={seq_id}: has been answered, and its answer expired; send the next, {self._next}")
         if seq_id - self._next > _FAR:
@@ -155,6 +162,7 @@ class InOrder:
 
     def _give_up(self) -> None:
         missing, waiting = self._next, sorted(self._waiting)
+        self._given_up |= set(range(missing, waiting[-1])) - set(waiting)
         for seq_id in waiting:
             self._futures.fail(
                 self._taken(seq_id).request_id,

@@ -201,10 +201,11 @@ class Versions:
             raise user(f"version={version}: its file is damaged; save the weights again")
 
     async def forget(self, version: int) -> None:
-        """Drops a version, unless a request uses it or a sampling session names it."""
+        """Drops a version, unless a request uses it or a sampling session names it. While something is published the
+        version stays, as it may be published again: `_make_room` writes it to disk later."""
         async with self._lock:
             entry = self._entries.get(version)
-            if entry is None or entry.users or entry.publishers or entry.samplers:
+            if entry is None or entry.users or entry.publishers or entry.samplers or self._num_publishing:
                 return
             del self._entries[version]
             if version in self._published:

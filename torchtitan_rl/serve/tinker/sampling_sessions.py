@@ -15,6 +15,7 @@ from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.serve.limits import Places
 from torchtitan_rl.serve.tinker import wire
 from torchtitan_rl.serve.tinker.bodies import SampleBody, SamplingBody
+from torchtitan_rl.serve.tinker.bounds import MAX_TOP_LOGPROBS
 from torchtitan_rl.serve.tinker.faults import Fault, user
 from torchtitan_rl.serve.tinker.futures import Futures, ReadyBody
 from torchtitan_rl.serve.tinker.samplers import Turns, Versions
@@ -182,6 +183,7 @@ class Sampling:
 
     async def _tops(self, prompt: list[int], completion: Completion, k: int, version: int):
         """The likeliest tokens at each sampled position, (N, k) each, at temperature 1."""
+        _check_tops("topk_sample", k, len(prompt) + len(completion.tokens))
         if len(prompt) + len(completion.tokens) >= self._context_tokens:  # scoring needs one token's room
             sequence, missing = [*prompt, *completion.tokens][: self._context_tokens - 1], 1
         else:
@@ -222,6 +224,7 @@ class Sampling:
         for name, number in (("topk_prompt", body.topk_prompt_logprobs), ("topk_sample", body.topk_sample_logprobs)):
             if number > self._vocab_size:
                 raise user(f"{name}_logprobs={number}: the vocabulary has {self._vocab_size} tokens; ask for fewer")
+            _check_tops(name, number, len(tokens))
 
     def _params(self, body: SamplingBody, prompt_tokens: int, index: int) -> SamplingParams:
         """How sample `index` of a request is drawn: samples of a request have streams of their own."""
@@ -239,6 +242,15 @@ class Sampling:
             stop_token_ids=[stop for stop in stops if isinstance(stop, int)],
             stop=[stop for stop in stops if isinstance(stop, str)],
             ignore_eos=body.stop is not None,
+        )
+
+
+def _check_tops(name: str, number: int, positions: int) -> None:
+    """Raises Fault for more likeliest tokens than a generator makes of one sequence."""
+    if number * positions > MAX_TOP_LOGPROBS:
+        raise user(
+            f"{name}_logprobs={number}: of {positions} tokens that is {number * positions} log-probabilities; a "
+            f"prompt, or a sample with its prompt, may have {MAX_TOP_LOGPROBS}; ask for fewer"
         )
 
 

@@ -38,6 +38,8 @@ _MODEL_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9:._-]{0,127}")
 _SCHEME = "tinker://"
 _WRITING = ".writing"
 """The end of the name of a directory that is no checkpoint yet."""
+_REPLACED = ".replaced"
+"""The end of the name of a checkpoint that another one takes the place of."""
 
 
 def _moment(text: str) -> str:
@@ -112,6 +114,8 @@ class SavedStates:
         root.mkdir(parents=True, exist_ok=True)
         for cut_off in root.glob(f"*/*/.*{_WRITING}"):  # of an earlier server
             shutil.rmtree(cut_off, ignore_errors=True)
+        for replaced in root.glob(f"*/*/.*{_REPLACED}"):
+            _settle(replaced, replaced.with_name(replaced.name[1 : -len(_REPLACED)]))
 
     def directory(self, model_id: str, kind: str, name: str) -> Path:
         """Where a checkpoint is. Raises Fault for names that are not plain."""
@@ -170,8 +174,12 @@ class SavedStates:
         write_checksums(writing, known | checksums(writing, new_files))
         self.describe(record)
         _write_json(writing / "checkpoint.json", asdict(checkpoint))
-        shutil.rmtree(final, ignore_errors=True)
+        replaced = final.with_name(f".{name}{_REPLACED}")
+        if final.exists():  # at every moment one of the two is there whole: a killed server leaves what `_settle` mends
+            shutil.rmtree(replaced, ignore_errors=True)
+            final.rename(replaced)
         writing.rename(final)
+        shutil.rmtree(replaced, ignore_errors=True)
         return checkpoint
 
     def describe(self, record: ModelRecord) -> None:
@@ -261,6 +269,14 @@ class SavedStates:
             shutil.rmtree(directory, ignore_errors=True)
             return None
         return checkpoint
+
+
+def _settle(replaced: Path, final: Path) -> None:
+    """Deletes a checkpoint that another one has replaced, or gives it its name back where the other one never came."""
+    if final.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+    else:
+        replaced.rename(final)
 
 
 async def require_intact(directory: Path) -> None:

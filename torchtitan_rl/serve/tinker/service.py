@@ -250,8 +250,9 @@ class Service:
 
         def session_of(model: Model, version: int) -> dict[str, str]:
             number: int | str | None = body.sampling_session_seq_id
-            if number is None:  # two requests without any number are two
-                number = f"s{secrets.token_hex(8) if body.seq_id is None else body.seq_id}"
+            if number is None:  # two requests without any number are two; `seq_id` counts a model's requests
+                own = secrets.token_hex(8) if body.seq_id is None else body.seq_id
+                number = f"s{model.model_id.rpartition(':')[2]}-{own}"
             sampler = self.sampling.open(
                 f"{model.session_id}:sample:{number}",
                 model.session_id,

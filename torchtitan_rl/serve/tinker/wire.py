@@ -207,15 +207,15 @@ def _shaped(values: np.ndarray, shape: list[int], path: str) -> torch.Tensor:
 def _dense(values: np.ndarray, shape: list[int], rows: np.ndarray, columns: np.ndarray, path: str) -> torch.Tensor:
     """CSR as a dense tensor (N, K), 0 where nothing is stored."""
     wrong = len(shape) != 2 or not 0 <= shape[0] < 2**24 or not 0 <= shape[1] < 2**16 or len(rows) != shape[0] + 1
-    counts = np.diff(rows)
     if not wrong:
-        stored = len(values) == len(columns) == rows[-1] and rows[0] == 0 and (counts >= 0).all()
+        # Compared in pairs: a difference of two of these numbers may overflow, and pass for one that is not negative.
+        stored = len(values) == len(columns) == rows[-1] and rows[0] == 0 and (rows[:-1] <= rows[1:]).all()
         wrong = not stored
         wrong = wrong or (len(columns) > 0 and not 0 <= columns.min() <= columns.max() < shape[1])
     if wrong:
         raise user(f"{path}: is no compressed sparse matrix of shape {shape[:4]}; send it dense, or mend its indices")
     dense = np.zeros(shape, dtype=values.dtype)
-    dense[np.repeat(np.arange(shape[0]), counts), columns] = values
+    dense[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
     return torch.from_numpy(dense)
 
 

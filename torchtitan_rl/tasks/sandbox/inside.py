@@ -275,8 +275,8 @@ def _passed(settings: "dict[str, Any]", root: "_Root | None") -> str:
                 continue
     if memory > settings["memory_bytes"]:
         return "memory"
-    files = os.statvfs("/tmp")
-    too_many = files.f_files - files.f_ffree > _MAX_FILES
+    memory_disks = [os.statvfs(place) for place in ("/tmp", "/dev/shm") if os.path.isdir(place)]
+    too_many = sum(disk.f_files - disk.f_ffree for disk in memory_disks) > _MAX_FILES
     return "disk" if too_many or (root is not None and root.is_over()) else ""
 
 

@@ -8,7 +8,7 @@ from openai import APITimeoutError, BadRequestError, InternalServerError
 
 from tests.unit.serve.opened import ADD, BYTES, END, said, served, session, shown, user
 from torchtitan_rl.rollout.agent import SessionLimits
-from torchtitan_rl.rollout.policy import SamplingFailed
+from torchtitan_rl.rollout.sampler import SamplingFailed
 from torchtitan_rl.tasks.family import stream
 
 

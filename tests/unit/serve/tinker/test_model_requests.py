@@ -278,6 +278,17 @@ async def test_a_model_that_the_trainer_cannot_make_leaves_its_place(tmp_path):
     assert not server.models.live
 
 
+async def test_a_model_that_cannot_be_described_takes_no_place(tmp_path, monkeypatch):
+    def full(record):
+        raise OSError(28, "No space left on device")
+
+    server = Server(tmp_path, None)
+    monkeypatch.setattr(server.checkpoints, "describe", full)
+    body = CreateModelBody(session_id="A", model_seq_id=0, base_model="b")
+    assert "No space left" in await server.answer(server.models.create(body))
+    assert not server.models.live and server.models.places.free()
+
+
 async def test_two_saves_without_any_number_are_two_sampling_sessions():
     opened = []
 
@@ -288,9 +299,9 @@ async def test_two_saves_without_any_number_are_two_sampling_sessions():
 
     class Requests:
         def save_for_sampler(self, body, session_of):
-            return session_of(SimpleNamespace(session_id="A"), 1)
+            return session_of(SimpleNamespace(session_id="A", model_id=body.model_id), 1)
 
     service = SimpleNamespace(sampling=Sampling(), requests=Requests())
-    for seq_id in (None, None, 7):
-        Service.save_for_sampler(service, SaveForSamplerBody(model_id="A:train:0", seq_id=seq_id))
-    assert len(set(opened)) == 3 and opened[-1] == "A:sample:s7"
+    for model, seq_id in ((0, None), (0, None), (0, 7), (1, 7)):
+        Service.save_for_sampler(service, SaveForSamplerBody(model_id=f"A:train:{model}", seq_id=seq_id))
+    assert len(set(opened)) == 4 and opened[-2:] == ["A:sample:s0-7", "A:sample:s1-7"]

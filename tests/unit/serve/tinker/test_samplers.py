@@ -124,6 +124,27 @@ async def test_a_version_that_cannot_be_written_stays_in_the_store_until_it_can(
     assert store.saves[:3] == [1, 2, 3]
 
 
+async def test_a_version_that_is_being_published_again_is_not_forgotten(tmp_path):
+    class Slow(Store):
+        pushing = None
+
+        async def publish_for(self, holder):
+            if self.pushing is not None:
+                await self.pushing
+            return await super().publish_for(holder)
+
+    store = Slow()
+    versions = Versions(store, max_published=2, max_spooled=9, spool=tmp_path / "spool")
+    await published(versions)
+    store.pushing = asyncio.get_running_loop().create_future()
+    again = asyncio.ensure_future(versions.publish())
+    await asyncio.sleep(0)
+    await versions.forget(1)
+    assert 1 in store.holders
+    store.pushing.set_result(None)
+    assert await again == 1 and 1 in store.holders
+
+
 async def test_a_version_in_use_is_never_pushed_out(tmp_path):
     store = Store()
     versions = Versions(store, max_published=1, max_spooled=9, spool=tmp_path / "spool")

@@ -16,6 +16,7 @@ adapters.prepare_vllm(eager=True)
 from torchtitan_rl.engine.gumbel import gumbel_argmax  # noqa: E402
 from torchtitan_rl.engine.noise import splitmix64  # noqa: E402
 from torchtitan_rl.serve.limits import Places  # noqa: E402
+from torchtitan_rl.serve.tinker import sampling_sessions  # noqa: E402
 from torchtitan_rl.serve.tinker.bodies import SampleBody, SamplingBody  # noqa: E402
 from torchtitan_rl.serve.tinker.futures import Futures  # noqa: E402
 from torchtitan_rl.serve.tinker.json_answers import as_json  # noqa: E402
@@ -136,6 +137,13 @@ async def test_where_a_sample_fails_the_others_end_before_their_places_are_free(
     sampler, places = Sampler(failing=1), Places(100)
     answer = await asked(sampler, places, num_samples=4)
     assert "no such sample" in answer.message and places.taken == sampler.num_under_way == 0
+
+
+async def test_more_likeliest_tokens_than_a_generator_may_make_are_refused(monkeypatch):
+    monkeypatch.setattr(sampling_sessions, "MAX_TOP_LOGPROBS", 1)
+    for field in ("topk_prompt_logprobs", "topk_sample_logprobs"):
+        answer = await asked(Sampler(), Places(100), num_samples=1, **{field: 2})
+        assert answer.category == "user" and f"{field}=2: of " in answer.message and "may have 1;" in answer.message
 
 
 async def test_a_prompt_of_one_token_has_no_likeliest_tokens_before_it():

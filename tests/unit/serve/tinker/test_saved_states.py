@@ -2,9 +2,11 @@
 
 import json
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 
+from torchtitan_rl.serve.tinker import saved_states
 from torchtitan_rl.serve.tinker.faults import Fault
 from torchtitan_rl.serve.tinker.saved_states import ModelRecord, SavedStates
 
@@ -61,6 +63,27 @@ def test_a_name_is_used_once_unless_overwriting_is_asked_for(tmp_path):
     with pytest.raises(Fault, match="has saved it already"):
         saved(store)
     saved(store, overwrite=True)
+
+
+def test_a_server_killed_while_it_overwrites_leaves_the_checkpoint_before(tmp_path, monkeypatch):
+    store = SavedStates(tmp_path)
+    before = saved(store, metadata={"number": 1})
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", lambda path, to: killed() if path.name.endswith(".writing") else path.replace(to))
+        with pytest.raises(KeyboardInterrupt):
+            saved(store, metadata={"number": 2}, overwrite=True)
+    assert SavedStates(tmp_path).of(MODEL.model_id) == [before]
+
+    with monkeypatch.context() as patch:  # killed when the new one is there
+        patch.setattr(saved_states.shutil, "rmtree", lambda path, **_: killed() if path.exists() else None)
+        with pytest.raises(KeyboardInterrupt):
+            saved(store, metadata={"number": 3}, overwrite=True)
+    assert [one.user_metadata for one in SavedStates(tmp_path).of(MODEL.model_id)] == [{"number": 3}]
+    assert [path for path in tmp_path.rglob(".*")] == []
 
 
 def test_a_checkpoint_that_was_cut_off_is_none(tmp_path):
