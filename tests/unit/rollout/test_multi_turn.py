@@ -81,12 +81,12 @@ async def test_what_was_sampled_is_what_is_trained():
     group = await run_group(
         workflow_of(family.environment, LIMITS), TASK, one, 1, group_id="0/0", seed=0, reward=family, reward_timeout_s=5
     )
-    generator = one.generator
+    sampler = one.generator
     assert group.rewards == [1.0]
     data = to_datums([group], AlgorithmConfig())
     whole = torch.cat([data[-1].tokens, data[-1].target_tokens[-1:]]).tolist()
     assert whole == CHARS.encode("12*34=[12*34]408;408") + [EOS]
-    assert whole[: len(generator.asked[1][0])] == sampler.asked[1][0]
+    assert whole[: len(sampler.asked[1][0])] == sampler.asked[1][0]
     # Every sampled token is the target of exactly one position with a loss, no other token of any.
     trained = [
         token
