@@ -4,6 +4,7 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from torchtitan_rl import adapters
 from torchtitan_rl.config.meshes import GeneratorConfig
@@ -210,3 +211,10 @@ def test_an_engine_takes_the_steps_of_a_recorded_one_however_early_its_requests_
     for _ in range(6):
         second._iterate()
     assert second._engine.log == [*first._engine.log, 9, "step"]
+
+
+def test_a_head_that_files_have_beside_a_tied_embedding_is_not_read(engine):
+    files = {"model.embed_tokens.weight": torch.ones(8, 16), "lm_head.weight": torch.zeros(8, 16)}
+    state = engine.from_hf(files)
+    assert state["tok_embeddings.weight"].equal(files["model.embed_tokens.weight"])
+    assert state.get("lm_head.weight", state["tok_embeddings.weight"]).all()
