@@ -90,10 +90,12 @@ class TrainerFiles:
         state = {"model": self._trained(model.state_dict() if split else fused_state(model))}
         if optimizers is not None:
             state["optimizer"] = optimizer_state.of_stepped(optimizer_state.complete_state(optimizers), names)
+            # How this run steps, not how the saved one did: every step sets the other settings of the groups.
+            implementation = {n: v for n, v in state["optimizer"].items() if n.endswith((".fused", ".foreach"))}
         load_state(state, directory)
         model.load_state_dict(state["model"], strict=self.rank.config.lora is None)
         if optimizers is not None:
-            optimizers.load_state_dict(state["optimizer"])
+            optimizers.load_state_dict(state["optimizer"] | implementation)
             load_random_states(directory)
         model.zero_grad()  # a gradient of the weights before says nothing about these
         self.rank.policy_version = policy_version

@@ -47,7 +47,7 @@ def filtered(
             if not group.rollouts:
                 counts["filter/overlong_groups"] += 1
                 continue
-        if all(rollout.masked for rollout in group.rollouts):
+        if filters.overlong == "mask" and all(rollout.masked for rollout in group.rollouts):
             counts["filter/overlong_groups"] += 1
             left_out.append(dataclasses.replace(group, left_out="overlong"))
         elif filters.zero_variance and all_equal(group.rewards) and not _has_precomputed(group, config):

@@ -210,8 +210,9 @@ def rloo(**changes: Any) -> AlgorithmConfig:
     with the log-probability of a sequence, a sum over tokens.
 
     The ratio of `importance_sampling` is 1 as long as a batch is one optimizer step. With a sum, gradients grow with
-    the length of sequences; `reduction=reductions.sequence_mean` averages instead. The paper subtracts the KL to the
-    reference from the reward: `kl_coef=..., kl_estimator="k1", kl_in="reward"`.
+    the length of sequences; `reduction=reductions.sequence_mean` averages instead. The paper subtracts the sequence's
+    KL to the reference from the reward: `kl_coef=..., kl_estimator="k1", kl_in="return"`, where the baseline is of
+    rewards alone.
     """
     preset = AlgorithmConfig(
         advantage_fn=advantages.rloo,

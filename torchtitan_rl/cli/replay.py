@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--elsewhere", action="store_true", help="although versions, processor or cores differ")
     parser.add_argument(
-        "--config", default="", metavar="FILE", help="the run's config file, where it defines functions of its own"
+        "--config", action="append", default=[], metavar="FILE", help="a file with functions of the run"
     )
     parser.add_argument("--output-dir", default="", help="default: runs/replay-NAME-DATE-TIME")
     parser.add_argument(
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from torchtitan_rl.config.load import load_config
+    from torchtitan_rl.config.load import load_functions
     from torchtitan_rl.train.recorded_attempt import recorded_attempt
 
     if args.window < 1:
@@ -65,8 +65,8 @@ def run(args: argparse.Namespace) -> int:
     recorded = recorded_attempt(Path(args.run), first=args.first, last=args.last)
     if not args.elsewhere:
         _check_environment(recorded)
-    if args.config:
-        load_config(args.config)  # imports its functions, under the name that config.json has
+    for file in args.config:
+        load_functions(file)  # under the name that config.json has
     config = _config(recorded, args.output_dir)
     args.hosts = []
     checked_backend(args, config, generators_only=False)
@@ -106,6 +106,7 @@ def _config(recorded: RecordedAttempt, output_dir: str) -> RunConfig:
     config, _ = recorded_config(written, f"run={str(recorded.run)!r}: its config.json")
     config.output_dir = output_dir or dated(f"replay-{config.name}")
     config.controller.checkpoint_every, config.controller.max_hours = 0, 0.0
+    config.controller.keep_every, config.controller.keep_best = 0, ""  # no checkpoint is written
     config.record.diagnose, config.record.schedule = False, True
     if config.algorithm.max_policy_lag and recorded.environment.get("shares_cores"):
         config = side_by_side(config)

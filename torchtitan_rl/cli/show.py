@@ -53,10 +53,9 @@ def show(config: RunConfig) -> None:
             print(f"  {' and '.join(turns)} take turns: of their tensors the largest turn counts, not the sum")
     print("  a rank's line counts tensors alone; a GPU's line is what the GPU must have: the tensors that its ranks")
     print("  hold at once, and what torch's allocator, the processes (CUDA, NCCL) and CUDA graphs take besides")
-    print(
-        f"processes: {config.trainer.num_ranks} trainer, "
-        f"{config.generator.num_replicas} x {config.generator.tensor_parallel_degree} generator, 1 store, 1 controller"
-    )
+    trainers = ", ".join(f"{trainer.num_ranks} {role} trainer" for role, (trainer, _) in config.trainers().items())
+    generators = f"{config.generator.num_replicas} x {config.generator.tensor_parallel_degree} generator"
+    print(f"processes: {trainers}, {generators}, 1 controller with the store, which several hosts have apart")
 
 
 def _groups(config: RunConfig) -> list[list[str]]:

@@ -18,6 +18,7 @@ from torchtitan_rl.launch.slurm import STOP_BEFORE_S, add_job_options
 from torchtitan_rl.record.console.notices import say
 
 if TYPE_CHECKING:
+    from torchtitan_rl.config.run import RunConfig
     from torchtitan_rl.launch.liveness.restarts import Outcome
     from torchtitan_rl.tools.sweep.arms import Arm
     from torchtitan_rl.tools.sweep.course import TrainFork, TrainParent
@@ -113,6 +114,7 @@ def _checked(args: argparse.Namespace) -> tuple[Plan, list[int]]:
     """The sweep that the arguments ask for, and the seeds that this process trains. Raises ValueError for what cannot
     be."""
     from torchtitan_rl.config.derive import settled
+    from torchtitan_rl.launch.inventory import assumed_host, check_fits
     from torchtitan_rl.tools.sweep.arms import arms_of, read_seeds
     from torchtitan_rl.tools.sweep.sweep_plan import Plan, checkpoint_cadence
     from torchtitan_rl.train.start import dated
@@ -138,7 +140,13 @@ def _checked(args: argparse.Namespace) -> tuple[Plan, list[int]]:
     validate(config)
     checked_backend(args, settled(config), generators_only=False)
     directory = Path(args.output_dir or dated(f"{config.name}-sweep"))
-    arms = arms_of(config, args.set)
+
+    def check_arm(arm_config: RunConfig) -> None:
+        checked_backend(args, arm_config, generators_only=False)
+        if args.slurm and args.backend == "actors":
+            check_fits(arm_config, [assumed_host(0, args.gpus_per_host)])
+
+    arms = arms_of(config, args.set, check=check_arm)
     plan = Plan(directory=directory, config=config, arms=arms, seeds=seeds, at=args.at, keep_all=args.keep_all)
     plan.require_own()
     return plan, own
@@ -215,6 +223,7 @@ def _summary(plan: Plan) -> str:
 
 def _commands(args: argparse.Namespace, plan: Plan, cadence: tuple[int, int]) -> tuple[TrainParent, TrainFork]:
     """What trains a parent, and what trains a fork: `carry_out` has their arguments."""
+    from torchtitan_rl.config.python_file import loaded_files
     from torchtitan_rl.launch.liveness.restarts import supervised
     from torchtitan_rl.tools.sweep.course import log_file
 
@@ -239,7 +248,8 @@ def _commands(args: argparse.Namespace, plan: Plan, cadence: tuple[int, int]) ->
         return start("train", arguments, plan.parent(seed))
 
     def train_fork(arm: Arm, seed: int) -> Outcome:
-        arguments = [str(plan.parent(seed)), "--at", str(plan.at), "--config", args.config]
+        arguments = [str(plan.parent(seed)), "--at", str(plan.at)]
+        arguments += [word for file in loaded_files() for word in ("--config", file)]  # also those of overrides
         arguments += ["--name", f"{plan.config.name} {arm.name}"]
         arguments += [word for setting in arm.settings for word in ("--set", setting)]
         return start("fork", arguments, plan.run(arm, seed))

@@ -17,7 +17,7 @@ import cloudpickle
 from torchtitan_rl.environment import add_to_path
 from torchtitan_rl.record.user_code import described, raised_at
 
-__all__ = ["MODULE_PREFIX", "load_module", "mistake"]
+__all__ = ["MODULE_PREFIX", "load_module", "loaded_files", "mistake"]
 
 MODULE_PREFIX = "torchtitan_rl_config_"
 """What the names of modules of users' files begin with, before the file's own name."""
@@ -42,6 +42,12 @@ def load_module(file: Path, where: str) -> ModuleType:
         raise ValueError(f"{where}: importing it raised {mistake(error)}") from error
     cloudpickle.register_pickle_by_value(module)
     return module
+
+
+def loaded_files() -> list[str]:
+    """The files whose modules are loaded."""
+    names = sorted(name for name in sys.modules if name.startswith(MODULE_PREFIX))
+    return [str(file) for name in names if (file := sys.modules[name].__file__) is not None]
 
 
 def mistake(error: BaseException) -> str:

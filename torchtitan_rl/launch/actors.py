@@ -192,7 +192,10 @@ class ActorLauncher(MeshLauncher):
             name, Generator, replica.config, replica.model, role, replica.seed, self.log_dir, self.store_name,
             replica.size.share_with is not None, self.schedules,
         )  # fmt: skip
-        return await self._set_up(role, actors, replica.place, num_ranks=ranks, tensor_parallel_size=ranks)
+        mesh = await self._set_up(role, actors, replica.place, num_ranks=ranks, tensor_parallel_size=ranks)
+        if self._spares is not None:
+            self._spares.fill()
+        return mesh
 
     async def stop_generator(self, role: str) -> None:
         """Ends a generator replica that is not used any more, or did not start; its devices are free then."""
@@ -275,10 +278,7 @@ class ActorLauncher(MeshLauncher):
             for index in replica.place.hosts:
                 if index not in self.hosts.joined:  # those are there: `_host_gone` has looked
                     await self.hosts.await_back(index, JOIN_S)
-        mesh = await self._start_replica(replica, self._another_name(role))
-        if self._spares is not None:
-            self._spares.fill()
-        return mesh
+        return await self._start_replica(replica, self._another_name(role))
 
     async def _host_gone(self, role: str) -> str:
         """Why nothing replaces a lost replica: its host, which had joined, has left or is gone; "" where it is

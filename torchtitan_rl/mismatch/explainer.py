@@ -114,9 +114,10 @@ class MismatchExplainer:
 
     async def _begin(self, groups: list[RolloutGroup]) -> _Scoring | None:
         """Chooses rollouts of a batch that is about to train and has the generators score them meanwhile; None where no
-        explanation is due."""
+        explanation is due. With a lag `score_early` has decided, by the steps that batches without dropped groups
+        take."""
         parts = minibatch_groups(tasks_of(groups), self._algorithm)
-        if not self._due(self._state.step, self._algorithm.num_epochs * len(parts)):
+        if not self._lagging and not self._due(self._state.step, self._algorithm.num_epochs * len(parts)):
             return None
         if not (chosen := await running("explain the mismatch", self._chosen(groups))):
             return None

@@ -26,10 +26,10 @@ from torchtitan_rl.serve.keys import key_of
 from torchtitan_rl.serve.limits import ServerLimits, read_body
 from torchtitan_rl.serve.open_sessions import OpenSessions
 from torchtitan_rl.serve.openai import responses
-from torchtitan_rl.serve.openai.messages import stopped_by
 from torchtitan_rl.serve.openai.requests import ChatRequest, CompletionRequest, RewardRequest, Sampled, parse
 from torchtitan_rl.serve.openai.served import BASE, not_served, unknown_model
 from torchtitan_rl.serve.openai.sessions import Answer, Prompt, Session
+from torchtitan_rl.serve.openai.stop_texts import stopped_by
 from torchtitan_rl.serve.responses.items import item_page
 from torchtitan_rl.serve.responses.response_errors import responses_answer
 from torchtitan_rl.serve.stored_responses import StoredResponse, StoredResponses

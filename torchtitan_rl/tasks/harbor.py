@@ -3,8 +3,8 @@
     external([sys.executable, harbor.__file__, "path/of/task", "my-agent"], ...)
 
 `python harbor.py TASK AGENT...` copies `environment/` into the working directory, gives the agent `instruction.md` as
-its last argument, runs `tests/test.sh`, and writes its reward to REWARD_FILE. Standard library only: it starts once per
-attempt.
+its last argument, runs `tests/test.sh`, and posts its reward to the session: none that the agent has posted counts.
+Standard library only: it starts once per attempt.
 docs/environments.md says which parts of the format count. https://www.harborframework.com
 """
 
@@ -16,9 +16,12 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import urllib.request
 from pathlib import Path
 
 __all__ = ["main"]
+
+_POST_S = 60.0
 
 
 def main(task: str, *agent: str) -> None:
@@ -38,7 +41,7 @@ def main(task: str, *agent: str) -> None:
             (shutil.copytree if part.is_dir() else shutil.copy2)(part, part.name)
     logs = Path(os.environ.get("TMPDIR", ".")).resolve() / "harbor-logs"
     (logs / "verifier").mkdir(parents=True)
-    _run([*agent, instruction], settings.get("agent", {}), {})
+    status = _run([*agent, instruction], settings.get("agent", {}), {})
     # After the agent, who could have written rewards or tests of its own.
     tests = logs.parent / "harbor-tests"
     for place in (logs / "verifier", tests):
@@ -47,11 +50,18 @@ def main(task: str, *agent: str) -> None:
     shutil.copytree(directory / "tests", tests)
     places = {"HARBOR_LOGS": str(logs), "HARBOR_TESTS": str(tests)}
     _run(["bash", str(tests / "test.sh")], settings.get("verifier", {}), places)
-    Path(os.environ["REWARD_FILE"]).write_text(json.dumps(_reward(logs / "verifier")))
+    try:
+        _post(_reward(logs / "verifier"))
+    except SystemExit:
+        _post({"reward": 0.0})  # at a limit of its session what was posted last counts, although this fails
+        raise
+    if status:  # its tests have judged it: at a limit of its session their reward is the reward so far
+        sys.exit(f"harbor: {agent[0]!r} ended with status {status}")
 
 
-def _run(command: list[str], settings: dict, places: dict[str, str]) -> None:
-    """Runs the agent or, with `places`, the tests. Every process that they started has ended when this returns."""
+def _run(command: list[str], settings: dict, places: dict[str, str]) -> int:
+    """Runs the agent or, with `places`, the tests. Every process that they started has ended when this returns. Returns
+    the exit status, 0 for one that was late."""
     from process_tree import adopt_orphans, kill_descendants  # beside this file, which runs as a script
 
     variables = {name: str(value) for name, value in settings.get("env", {}).items()}
@@ -69,8 +79,18 @@ def _run(command: list[str], settings: dict, places: dict[str, str]) -> None:
         process.wait()
         # What it has begun, in sessions of their own too: nothing writes a reward beside the tests.
         kill_descendants(process.pid)
-    if status and not places:
-        sys.exit(f"harbor: {command[0]!r} ended with status {status}")
+    return status
+
+
+def _post(reward: dict[str, float]) -> None:
+    """Posts a reward and its parts to the session: the agent has the key too, and what is posted last counts."""
+    body = {"reward": reward["reward"], "parts": {name: value for name, value in reward.items() if name != "reward"}}
+    headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"}
+    request = urllib.request.Request(f"{os.environ['SESSION_URL']}/reward", json.dumps(body).encode(), headers)
+    try:
+        urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=_POST_S).close()
+    except OSError as error:
+        sys.exit(f"harbor: the reward was not taken ({error}); mend what tests/test.sh writes")
 
 
 def _reward(verifier: Path) -> dict[str, float]:

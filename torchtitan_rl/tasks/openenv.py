@@ -85,7 +85,9 @@ class OpenEnv:
 
 
 async def play(task: Task, endpoint: Any, *, server: str, say: Callable, act: Callable) -> float:
-    """One episode: the sum of the rewards of its steps."""
+    """One episode: the sum of the rewards of its steps. Where the session is at a limit, the sum so far is posted."""
+    import httpx
+    from openai import BadRequestError
     from openenv.core import GenericEnvClient
 
     sdk = _sdk().copy(base_url=endpoint.base_url, api_key=endpoint.api_key)
@@ -95,7 +97,13 @@ async def play(task: Task, endpoint: Any, *, server: str, say: Callable, act: Ca
         result = await env.reset(seed=task.answer)
         while not result.done:
             messages.append({"role": "user", "content": say(result.observation)})
-            answer = await sdk.chat.completions.create(model=endpoint.model, messages=messages)
+            try:
+                answer = await sdk.chat.completions.create(model=endpoint.model, messages=messages)
+            except BadRequestError:
+                headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+                async with httpx.AsyncClient(headers=headers, trust_env=False) as client:
+                    await client.post(f"{endpoint.session_url}/reward", json={"reward": reward})
+                raise
             text = answer.choices[0].message.content
             messages.append({"role": "assistant", "content": text})
             result = await env.step(act(text))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import xxhash
 
 from torchtitan_rl.config.config_difference import LABELS, changes_draws, changes_future_only, differences
 from torchtitan_rl.config.derive import settled
+from torchtitan_rl.config.load import load_functions
 from torchtitan_rl.config.overrides import apply_overrides
 from torchtitan_rl.config.recorded import recorded_config
 from torchtitan_rl.config.resolve import resolved
@@ -87,6 +89,9 @@ def existing_fork(directory: Path, parent: Path, step: int, settings: list[str])
     if (point.parent, point.step) != (str(parent.resolve()), step):
         raise ValueError(f"{place} holds a {point.summary()}; give another directory, or that parent and step")
     plain = json.loads(RunDir(directory).config_file.read_text(encoding="utf-8"))
+    for setting in settings:  # the recorded config names functions of these files already
+        if file := re.match(r"[^=]+=([^:()]+\.py):", setting):
+            load_functions(file[1])
     config, changed_sources = recorded_config(plain, f"{place} its config")
     apply_settings(config, settings)
     changes = differences(plain, resolved(settled(config))).keys() - changed_sources.keys()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.dispatch.policy_weights import PolicyWeights
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.record import attempts
-from torchtitan_rl.record.fork_point import fork_point
+from torchtitan_rl.record.fork_point import ForkPoint, fork_point
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.rollout.draws import Draws
 from torchtitan_rl.train.checkpoints import checkpointed_roles
@@ -78,6 +79,8 @@ def find(config: RunConfig, resume: str) -> Resumption | None:
             continue
         state = checkpoint.read_state(candidate)
         point = fork_point(path)
+        if point is not None:
+            _require_settings(config, path, point)
         if point is not None and point.checkpoint != candidate.name.removesuffix(checkpoint.REPLACED):
             point = None  # a checkpoint of the fork's own
         changes = {} if point is None else point.changes
@@ -97,6 +100,20 @@ def find(config: RunConfig, resume: str) -> Resumption | None:
         f"--resume={resume}: no checkpoint in {checkpoints} is usable ({'; '.join(notes)}); start a new run in another "
         "output_dir, or put back the file from a copy"
     )
+
+
+def _require_settings(config: RunConfig, path: Path, point: ForkPoint) -> None:
+    """Raises ValueError for a config that has another value of a field that the fork in `path` has changed."""
+    values = dict(leaves(json.loads(json.dumps(resolved(settled(config))))))
+    for name, (_, forked) in point.changes.items():
+        is_source = name.endswith((".source_sha256", ".argument_sha256"))  # a function may have been mended since
+        if not is_source and values.get(name) != forked:
+            settings = "".join(f" --set {shlex.quote(setting)}" for setting in point.settings)
+            command = f"torchtitan-rl fork {shlex.quote(point.parent)} --at {point.step}{settings}"
+            raise ValueError(
+                f"{name}={values.get(name)!r}: {path} holds a {point.summary()}, with {forked!r}; go on with "
+                f"{command} --resume latest --output-dir {shlex.quote(str(path))}"
+            )
 
 
 def place(config: RunConfig, resume: str) -> tuple[Path, Path | None]:

@@ -308,7 +308,7 @@ def _check_minibatch_fn(algorithm: AlgorithmConfig) -> None:
         )
     if _changes_advantages(algorithm) and algorithm.teacher_replaces_loss_fn:
         raise ValueError(
-            f"{setting}: changes advantages, and with algorithm.distill.rewards=False the teacher alone trains; use "
+            f"{setting}: changes advantages, and with algorithm.distill.rewards=False no loss reads them; use "
             "True, or leave minibatch_fn out"
         )
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torchtitan_rl.algorithm.advantages import estimate_advantages, estimators_of
 from torchtitan_rl.algorithm.group_estimators import gdpo
-from torchtitan_rl.config.algorithm import AlgorithmConfig
+from torchtitan_rl.config.algorithm import AlgorithmConfig, FilterConfig
 from torchtitan_rl.config.resolve import function_name
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.health.siblings import compares_siblings
@@ -123,11 +123,13 @@ def _check_filters(config: RunConfig) -> None:
             "or make the length a part of the reward"
         )
     if filters.overlong != "penalty":
-        if filters.overlong_buffer:
-            raise ValueError(
-                f"{where}.overlong_buffer={filters.overlong_buffer}: has no effect with "
-                f"overlong={filters.overlong!r}; use overlong='penalty' or 0"
-            )
+        for name in ("overlong_buffer", "overlong_penalty"):
+            value, default = getattr(filters, name), getattr(FilterConfig(), name)
+            if value != default:
+                raise ValueError(
+                    f"{where}.{name}={value}: has no effect with overlong={filters.overlong!r}; use "
+                    f"overlong='penalty' or {default}"
+                )
         return
     if filters.overlong_buffer > config.sampling.max_tokens:
         raise ValueError(

@@ -48,6 +48,11 @@ def _check_teacher_role(
             f"{where}.discount={distill.discount}: has no effect with divergence={distill.divergence!r}, "
             "which is of one position; use 0 or divergence='tokens'"
         )
+    if distill.divergence != "top_k" and distill.top_k != DistillConfig().top_k:
+        raise ValueError(
+            f"{where}.top_k={distill.top_k}: has no effect with divergence={distill.divergence!r}; use "
+            f"divergence='top_k', or leave it {DistillConfig().top_k}"
+        )
     if distill.divergence == "top_k" and distill.top_k > vocab_size:
         raise ValueError(f"{where}.top_k={distill.top_k}: must be from 1 to the vocabulary's {vocab_size} tokens")
     if algorithm.kl_in_return:

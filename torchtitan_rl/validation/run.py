@@ -16,7 +16,13 @@ from torchtitan_rl.health.siblings import compares_siblings
 from torchtitan_rl.model import files
 from torchtitan_rl.model.files import assets_dir
 from torchtitan_rl.model.shape import resolve_shape
-from torchtitan_rl.validation.algorithm import check_algorithm, check_entropy_control, check_minibatches, check_workflow
+from torchtitan_rl.validation.algorithm import (
+    check_algorithm,
+    check_entropy_control,
+    check_minibatches,
+    check_workflow,
+    no_breakpoints,
+)
 from torchtitan_rl.validation.batches import check_batches
 from torchtitan_rl.validation.controller import check_checkpoints, check_evaluations, check_stop
 from torchtitan_rl.validation.distillation import check_distill, check_snapshot
@@ -93,8 +99,9 @@ def validate(config: RunConfig) -> None:
     check_distill(config.algorithm, config.roles, vocab_size=shape.vocab_size)
     check_algorithm(config)
     check_entropy_control(config.algorithm, vocab_size=shape.vocab_size)
-    check_lag_settings(config)
-    check_batches(config)
+    with no_breakpoints():
+        check_lag_settings(config)
+        check_batches(config)
     check_workflow(config.algorithm.workflow)
 
 

@@ -92,6 +92,13 @@ def test_a_group_of_masked_rollouts_only_is_left_out():
     assert filtered([made], config(overlong="mask"), max_tokens=3) == ([], [replace(made, left_out="overlong")])
 
 
+def test_a_group_that_a_workflow_has_masked_was_not_cut_off():
+    made = group(sized(2, 1.0), sized(2, 0.0, i=1))
+    for masked in made.rollouts:
+        masked.masked = True
+    assert filtered([made], config(zero_variance=True), max_tokens=3) == ([made], [])
+
+
 @pytest.mark.parametrize(
     ("length", "penalty"), [(0, 0.0), (6, 0.0), (7, 0.5), (8, 1.0), (9, 1.5), (10, 2.0), (11, 2.0)]
 )

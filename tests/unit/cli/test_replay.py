@@ -18,6 +18,8 @@ def test_a_run_whose_replicas_came_and_went_is_replayed_by_as_many_as_it_had(tmp
     run_dir = made_run(tmp_path / "run")
     config = load_config(str(Path(__file__).parents[3] / "configs" / "quickstart.py"))
     config.generator.max_replicas = 2  # at a time: with three engines a lost one was replaced
+    config.controller.checkpoint_every, config.controller.keep_every = 20, 40
+    config.controller.keep_best = "validation"
     run_dir.write_config(resolved(settled(config)))
     recorded = RecordedAttempt(
         run=run_dir.path,

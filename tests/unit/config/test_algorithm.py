@@ -114,6 +114,10 @@ def test_groups_that_failures_drop_can_be_replaced():
         ({"filters__overlong": "cut"}, "algorithm.filters.overlong='cut': there is no such choice; use one of 'keep',"),
         ({"filters__overlong_buffer": 4}, "algorithm.filters.overlong_buffer=4: has no effect with overlong='keep'"),
         (
+            {"filters__overlong_penalty": 0.5},
+            "algorithm.filters.overlong_penalty=0.5: has no effect with overlong='keep'",
+        ),
+        (
             {"filters__overlong": "penalty", "filters__overlong_buffer": 13},
             "algorithm.filters.overlong_buffer=13: must be between 0 and sampling.max_tokens=12",
         ),

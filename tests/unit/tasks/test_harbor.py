@@ -73,6 +73,24 @@ subprocess.Popen("sleep 1; echo late > late", shell=True, start_new_session={new
     assert (rollout.reward, rollout.reward_parts) == (0.0, {})
 
 
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_reward_that_an_agent_posted_does_not_count(tmp_path, fails):
+    posting = """
+import json, os, urllib.request
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+url = os.environ["SESSION_URL"] + "/reward"
+urllib.request.urlopen(urllib.request.Request(url, json.dumps({"reward": 1.0}).encode(), headers))
+"""
+    end = "raise SystemExit(3)" if fails else ""
+    run = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0])"
+    agent = (sys.executable, "-c", f"{posting}\n{run}\n{end}", AGENT[1])
+    if fails:
+        with pytest.raises(AgentFailed, match="ended with status 3"):
+            await play("k", agent=agent)
+    else:
+        assert (await play("k", agent=agent)).reward == 0.0
+
+
 @pytest.mark.parametrize(
     "file, text, agent, message",
     [

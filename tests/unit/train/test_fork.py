@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -188,3 +189,24 @@ def test_a_damaged_fork_json_is_named(tmp_path):
     point = ForkPoint(parent="/runs/a", step=2, checkpoint="step-2", checkpoint_xxh3="ab", changes={"seed": (0, 1)})
     point.write(tmp_path)
     assert fork_point(tmp_path) == point
+
+
+def test_a_fork_is_not_gone_on_with_as_a_run_without_its_settings(parent, tmp_path):
+    path = tmp_path / "fork"
+    config, point = plan_fork(parent.path, 2, ["trainer.optimizer.lr=0.5"], output_dir=str(path))
+    make_fork(config, point)
+    assert find(config, "latest").checkpoint is not None
+    plain = run_config()
+    plain.output_dir = str(path)
+    with pytest.raises(ValueError, match=r"trainer.optimizer.lr=.* with 0.5; go on with torchtitan-rl fork .*parent"):
+        find(plain, "latest")
+
+
+def test_a_fork_that_is_there_names_functions_of_the_files_in_its_settings(parent, tmp_path):
+    file, path = tmp_path / "my_losses.py", tmp_path / "fork"
+    file.write_text("def mine(**columns):\n    return columns['token_weights'], {}\n")
+    settings = [f"algorithm.loss_fn={file}:mine"]
+    config, point = plan_fork(parent.path, 2, settings, output_dir=str(path))
+    make_fork(config, point)
+    del sys.modules["torchtitan_rl_config_my_losses"]
+    assert existing_fork(path, parent.path, 2, settings).algorithm.loss_fn.__name__ == "mine"

@@ -367,8 +367,8 @@ LIVENESS = (
         threshold=600,
         means="seconds without a sign of life, for a run of another host; a process of this host is seen at once",
         reads="run.lock, ended.json, the last line of metrics.jsonl, events",
-        advice="mend what is named, then go on with `torchtitan-rl train CONFIG --resume latest --output-dir RUN`; "
-        "`--max-restarts N` does that by itself",
+        advice="mend what is named, then go on with `torchtitan-rl train CONFIG --resume latest --output-dir RUN`, a "
+        "fork with its own command and the same two options; `--max-restarts N` does that by itself",
         lacks=_lacks_process,
         live="",
     ),

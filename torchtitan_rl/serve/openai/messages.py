@@ -7,7 +7,7 @@ from typing import Any
 from torchtitan_rl.serve.openai.requests import ChatMessage
 from torchtitan_rl.serve.openai.tool_calls import Call, same_arguments
 
-__all__ = ["compared", "compared_answer", "cut", "rendered_message", "stopped_by"]
+__all__ = ["compared", "compared_answer", "rendered_message"]
 
 
 def rendered_message(message: ChatMessage) -> dict[str, Any]:
@@ -38,15 +38,3 @@ def compared_answer(content: str | None, calls: list[Call]) -> tuple:
     """`compared` of the message that the client was sent."""
     same = tuple((call.name, same_arguments(call.arguments)) for call in calls)
     return ("assistant", (content or "").rstrip(), same)
-
-
-def cut(text: str, stops: list[str]) -> str:
-    """The text up to the first stop text."""
-    ends = [at for stop in stops if (at := text.find(stop)) >= 0]
-    return text[: min(ends)] if ends else text
-
-
-def stopped_by(text: str, stops: list[str]) -> str | None:
-    """The stop text at which `cut` ends the text; None: there is none."""
-    ends = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
-    return min(ends)[1] if ends else None

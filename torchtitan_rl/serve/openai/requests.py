@@ -179,7 +179,7 @@ class ChatRequest(Sampled):
 
 class CompletionRequest(Sampled):
     prompt: str | list[str] | list[int] | list[list[int]]
-    logprobs: int | None = None
+    logprobs: int | None = Field(None, ge=0, le=0)
 
 
 _Reward = Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)]

@@ -26,9 +26,10 @@ from torchtitan_rl.rollout.sampler import SamplingFailed
 from torchtitan_rl.serve.errors import Refused, invalid
 from torchtitan_rl.serve.limits import Places, Rate
 from torchtitan_rl.serve.openai.message_spans import MessageSpans
-from torchtitan_rl.serve.openai.messages import compared, compared_answer, cut, rendered_message
+from torchtitan_rl.serve.openai.messages import compared, compared_answer, rendered_message
 from torchtitan_rl.serve.openai.requests import ChatMessage, ChatRequest, CompletionRequest, Sampled
 from torchtitan_rl.serve.openai.settings import sampling_params
+from torchtitan_rl.serve.openai.stop_texts import cut
 from torchtitan_rl.serve.openai.structure import Structure, refuse_for_training, structure
 from torchtitan_rl.serve.openai.tool_calls import Call, ParsedCompletion, ToolReader, calls_of_json
 from torchtitan_rl.tasks.family import stream
@@ -91,7 +92,9 @@ class Answer:
 
     @property
     def finish_reason(self) -> str:
-        return "tool_calls" if self.calls else self.completion.finish_reason
+        """`length` also with calls: a parser may have closed the one that the limit cut off."""
+        cut_off = self.completion.finish_reason == "length"
+        return "tool_calls" if self.calls and not cut_off else self.completion.finish_reason
 
 
 class Session:
@@ -145,7 +148,7 @@ class Session:
         self._limit_at = 0
         """The completions that had been asked for when `ended_by` was set."""
         self._began = time.perf_counter()
-        self._by_key: dict[int, Answer] = {}
+        self._by_key: dict[int, list[Answer]] = {}
         self._kept_keys: set[int] = set()
         self._spans, self._renderings = spans, renderings
 
@@ -174,7 +177,7 @@ class Session:
         for i in range(len(messages) - 1, -1, -1):
             if messages[i].role != "assistant":
                 continue
-            if (earlier := self._by_key.get(keys[i + 1])) is not None:
+            if (earlier := self._answer_sent_back(keys[i + 1], messages[i])) is not None:
                 tokens = chat.extend(
                     earlier.prompt.tokens, earlier.completion, earlier.prompt.messages, rendered[i + 1 :]
                 )
@@ -310,7 +313,7 @@ class Session:
         self._num_tokens += len(completion.tokens)
         text = cut(self.policy.text(completion), stops)
         answer_id = self._answer_id(number)
-        read = self._read(prompt, completion, text, answer_id)
+        read = self._read(prompt, completion, text, answer_id, stops)
         self._spans.stop()
         seconds = (asked_s, sampled_s, sampled_s)
         return Answer(answer_id, number, prompt, completion, text, read.content, read.calls, seconds)
@@ -321,11 +324,20 @@ class Session:
             return secrets.token_hex(12)
         return hashlib.blake2b(f"{self.seed}/{number}".encode(), digest_size=12).hexdigest()
 
-    def _read(self, prompt: Prompt, completion: Completion, text: str, answer_id: str) -> ParsedCompletion:
+    def _answer_sent_back(self, key: int, message: ChatMessage) -> Answer | None:
+        """The answer that a client sends back as `message`: of several alike the one whose calls it names, else the one
+        that was given last."""
+        alike = self._by_key.get(key, [])
+        named = {call.id for call in message.tool_calls or ()}
+        return next((one for one in alike if named.intersection(call.id for call in one.calls)), (alike or [None])[-1])
+
+    def _read(
+        self, prompt: Prompt, completion: Completion, text: str, answer_id: str, stops: list[str]
+    ) -> ParsedCompletion:
         if prompt.structure.calls_as_json:
             read = calls_of_json(text, answer_id)
         elif self.tool_reader is not None and prompt.tools and prompt.structure.reads_calls:
-            read = self.tool_reader.read(completion, text, prompt.tools, answer_id)
+            read = self.tool_reader.read(completion, text, prompt.tools, answer_id, stops)
         else:
             return ParsedCompletion(text, [])
         if self.tool_reader is not None:
@@ -346,7 +358,8 @@ class Session:
         for answer in answers:
             if answer.prompt.messages:
                 self._kept_keys.add(answer.prompt.key)
-                self._by_key[hash((answer.prompt.key, *compared_answer(answer.content, answer.calls)))] = answer
+                key = hash((answer.prompt.key, *compared_answer(answer.content, answer.calls)))
+                self._by_key.setdefault(key, []).append(answer)
 
     def turns(self) -> list[Turn]:
         """The turns, each after the one that it extends where nothing else went on from there, sequence by sequence in

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan_rl.serve.openai import call_forms
+from torchtitan_rl.serve.openai.stop_texts import cut
 from torchtitan_rl.types import Completion
 
 __all__ = ["Call", "ParsedCompletion", "ToolReader", "calls_of_json", "same_arguments"]
@@ -66,17 +67,21 @@ class ToolReader:
         modules = {parent.__module__ for parent in self._parser.__mro__} | {"vllm.tool_parsers.utils"}
         self._loggers = [logging.getLogger(module) for module in modules if module.startswith("vllm.")]
 
-    def read(self, completion: Completion, text: str, tools: list[dict], answer_id: str) -> ParsedCompletion:
-        """What a completion whose text is `text` says and calls. `tools` are those of the request; identities of calls
-        begin with `answer_id`."""
+    def read(
+        self, completion: Completion, text: str, tools: list[dict], answer_id: str, stops: list[str]
+    ) -> ParsedCompletion:
+        """What a completion whose text is `text` says and calls. `tools` are those of the request, `stops` the texts at
+        which `text` was cut; identities of calls begin with `answer_id`."""
         offered = [self._tool.model_construct(type="function", function=_Function(tool["function"])) for tool in tools]
         request = self._request.model_construct(
             messages=[], tools=offered, tool_choice="auto", skip_special_tokens=True
         )
         parser = self._parser(self.tokenizer, offered)
+        if hasattr(parser, "skip_reasoning_parsing"):
+            parser.skip_reasoning_parsing = True  # reasoning stays in the text, as vLLM has it without a parser for it
         request = parser.adjust_request(request)
         if not request.skip_special_tokens:
-            text = self._with_special(completion, text)
+            text = cut(self._with_special(completion, text), stops)
         with self._complaints() as complaints:
             try:
                 extracted = parser.extract_tool_calls(text, request)
@@ -152,7 +157,7 @@ class ToolReader:
         tokens = self.tokenizer.encode(text, add_special_tokens=False)
         completion = Completion(tokens=tokens, logprobs=[], policy_versions=[], finish_reason="length")
         plain = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        read = [(each.name, json.loads(each.arguments)) for each in self.read(completion, plain, tools, "").calls]
+        read = [(each.name, json.loads(each.arguments)) for each in self.read(completion, plain, tools, "", []).calls]
         return "" if read == [(name, arguments)] else text
 
     @contextmanager

@@ -53,7 +53,7 @@ def batch_work(config: RunConfig, completion_tokens: int = 0) -> BatchWork:
                 work.trained, work.trained_tokens = work.trained + count, work.trained_tokens + tokens
                 if role == "policy" and algorithm.recompute_logprobs_per_minibatch:
                     work.scored, work.scored_tokens = work.scored + count, work.scored_tokens + tokens
-        if role != "policy" or algorithm.recompute_logprobs_per_batch:
+        if role != "policy" or algorithm.scores_each_batch:
             count, tokens = _microbatches(trainer, [length] * sum(minibatches))
             work.scored, work.scored_tokens = work.scored + count, work.scored_tokens + tokens
     return BatchWork(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torchtitan_rl.config.config_difference import LABELS, changes_future_only, differences
@@ -60,8 +60,11 @@ def read_seeds(text: str, option: str = "--seeds") -> list[int]:
     return seeds
 
 
-def arms_of(config: RunConfig, choices: Sequence[str]) -> list[Arm]:
-    """Every combination of the values of `choices`, each `PATH=VALUE,VALUE,...`, in their order.
+def arms_of(
+    config: RunConfig, choices: Sequence[str], *, check: Callable[[RunConfig], object] = lambda config: None
+) -> list[Arm]:
+    """Every combination of the values of `choices`, each `PATH=VALUE,VALUE,...`, in their order. `check` raises
+    ValueError for an arm's settled config that cannot run where the sweep does.
 
     Raises ValueError for a field that does not exist or that a fork cannot change, for values that a config cannot
     have, for two arms that are the same, for a directory whose name is too long, and for fewer than two arms.
@@ -80,6 +83,7 @@ def arms_of(config: RunConfig, choices: Sequence[str]) -> list[Arm]:
                 "holds), so no fork can change it; sweep another field, or compare runs of their own"
             )
         validate(changed)
+        check(settled(changed))
         if change in changes:
             same = " ".join(arms[changes.index(change)].settings)
             raise ValueError(f"--set {' '.join(settings)}: is the same arm as {same}; leave one of the two out")

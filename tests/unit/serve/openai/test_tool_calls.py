@@ -39,11 +39,33 @@ def rendered(message):
 
 @pytest.mark.parametrize("text", WRITTEN)
 def test_the_byte_template_writes_calls_as_the_policy_did(reader, text):
-    read = reader.read(completion_of(text), text, [ADD], "x")
+    read = reader.read(completion_of(text), text, [ADD], "x", [])
     assert read.calls and read.content is None
     functions = [{"name": call.name, "arguments": json.loads(call.arguments)} for call in read.calls]
     message = {"role": "assistant", "content": "", "tool_calls": [{"function": each} for each in functions]}
     assert rendered(message) == text + END
+
+
+async def test_a_client_goes_on_from_the_answer_whose_calls_it_names():
+    calls = ["[add(a=1, b=2)]", "[add(a=1,b=2)]"]
+    said = [*(call + END for call in calls), "3" + END, "3" + END]
+    async with session(*said, tool_parser="pythonic") as (_, sdk, sampler):
+        first = await sdk.chat.completions.create(model="policy", messages=ASKED, tools=[ADD], n=2)
+        for choice, call in zip(first.choices, calls):
+            result = {"role": "tool", "tool_call_id": choice.message.tool_calls[0].id, "content": "3"}
+            messages = [*ASKED, choice.message.model_dump(exclude_none=True), result]
+            await sdk.chat.completions.create(model="policy", messages=messages, tools=[ADD])
+            (before, _), (prompt, _) = sampler.asked[0], sampler.asked[-1]
+            sampled = BYTES.encode(call + END)
+            assert prompt[len(before) : len(before) + len(sampled)] == sampled
+
+
+async def test_a_call_in_an_answer_that_its_limit_cut_off_is_not_the_end_of_it():
+    call = "[add(a=1, b=2)]"
+    async with served(call + "and so on", tool_parser="pythonic") as (_, sdk, _):
+        answer = await sdk.chat.completions.create(model="policy", messages=ASKED, tools=[ADD], max_tokens=len(call))
+        (choice,) = answer.choices
+        assert choice.finish_reason == "length" and choice.message.tool_calls[0].function.name == "add"
 
 
 async def test_a_client_without_a_session_that_sends_a_call_back_meets_the_tokens_that_were_sampled():

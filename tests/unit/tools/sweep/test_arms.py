@@ -11,6 +11,7 @@ from torchtitan_rl.cli import main
 from torchtitan_rl.tools.sweep import course
 from torchtitan_rl.tools.sweep.arms import Arm, arms_of, read_seeds
 from torchtitan_rl.tools.sweep.sweep_plan import Plan, checkpoint_cadence, locked
+from torchtitan_rl.validation.run import check_local
 
 
 @pytest.mark.parametrize(
@@ -74,6 +75,11 @@ def test_arms_are_every_combination_and_the_config_as_it_is_is_one_of_them():
 def test_what_is_no_arm(choices, message):
     with pytest.raises(ValueError, match=message):
         arms_of(run_config(), choices)
+
+
+def test_an_arm_that_its_backend_cannot_run_is_none():
+    with pytest.raises(ValueError, match="generator.num_replicas=2: backend='local' has one engine"):
+        arms_of(run_config(), ["generator.num_replicas=1,2"], check=check_local)
 
 
 def test_a_parent_writes_the_checkpoint_of_the_fork_point_and_keeps_it():
