@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
+from torchtitan_rl import environment
 from torchtitan_rl.record.recorder import Listener, Metrics
 from torchtitan_rl.tools.bench.controlled import CLIP, LR, MAX_NORM, group_lengths, launched, run_config, set_lengths
 from torchtitan_rl.tools.bench.length_tasks import prompt_text
@@ -140,7 +141,8 @@ async def steps_of_a_run(workload: Workload, model: Path, run: Path, *, lag: int
 @asynccontextmanager
 async def _trl(workload: Workload, work: Path, python: str) -> AsyncIterator[Once]:
     """`trl_floor` in a process of the environment that has TRL."""
-    variables = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
+    ours = {"PYTHONPATH", *environment.default_environment()}  # TRL's has the settings of its own libraries
+    variables = {name: text for name, text in os.environ.items() if name not in ours}
     process = await asyncio.create_subprocess_exec(
         *(python, "-I", str(_PROGRAM), str(work)),
         stdin=asyncio.subprocess.PIPE,
