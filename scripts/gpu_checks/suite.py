@@ -21,6 +21,7 @@ class _Outcomes:
     def pytest_runtest_logreport(self, report) -> None:
         self.seconds[report.nodeid] = round(self.seconds.get(report.nodeid, 0.0) + report.duration, 1)
         if report.failed:
+            print(report.longreprtext, flush=True)  # at once: pytest's own comes at the end, which may be cut off
             first_line = str(getattr(report.longrepr, "reprcrash", None) or report.longrepr).splitlines()[0]
             shown = first_line.replace(f"{ROOT}/", "")[:300]  # results are published, and the checkout's place is not
             self.result.require(False, f"{report.nodeid} ({report.when}): {shown}")

@@ -248,7 +248,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--site", type=Path, required=True, help="the site-packages to pack")
     parser.add_argument("--out", type=Path, required=True, help="a folder for the pieces")
-    parser.add_argument("--piece-mib", type=int, default=54, help="of one piece, at most (default: 54)")
+    parser.add_argument("--piece-mib", type=int, default=50, help="of one piece, at most (default: 50)")
     parser.add_argument("--arch", type=int, help="device code of this compute capability only, such as 90 for Hopper")
     parser.add_argument("--slim", action="store_true", help="without what this library does not use on Hopper")
     parser.add_argument(

@@ -35,7 +35,8 @@ import sys
 
 from torchtitan_rl.cli.main import main
 
-sys.exit(main())
+if __name__ == "__main__":  # processes that a command spawns import this file again
+    sys.exit(main())
 """
 
 

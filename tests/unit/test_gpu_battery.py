@@ -15,7 +15,7 @@ import pytest
 
 from scripts import gpu_battery
 from scripts.gpu_checks import device, logprob_chunk, runners, steps, versions
-from scripts.gpu_checks.catalogue import CHECKS, PARTS, Check
+from scripts.gpu_checks.catalogue import CHECKS, GPU_TESTS, PARTS, Check
 from scripts.gpu_checks.device import peak_bf16_flops
 from scripts.gpu_checks.engine_ladder import SHAPES, requests_of, wait_for
 from scripts.gpu_checks.result import Result
@@ -408,3 +408,11 @@ async def test_a_battery_that_is_stopped_leaves_no_check_behind(tmp_path, number
     battery.send_signal(number)
     battery.wait(30)
     await gone(values["pid"])
+
+
+def test_the_suite_has_every_file_of_tests_for_one_gpu():
+    files = {
+        str(file.relative_to(Path(__file__).parents[2]))
+        for file in (Path(__file__).parents[2] / "tests" / "gpu").glob("test_*.py")
+    }
+    assert set(GPU_TESTS) == files - {"tests/gpu/test_two_gpus.py"}

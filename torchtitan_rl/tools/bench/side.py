@@ -81,9 +81,11 @@ class Side:
         return answer
 
     def _problem(self, reason: str) -> str:
-        """An error that names a copy of the log, which outlives the bench."""
+        """An error that names a copy of the log, which outlives the bench; no log where the process printed none."""
         from torchtitan_rl.train.start import dated
 
+        if not self._log.exists():  # it ended before it began
+            return f"side={self.name!r}: {reason}; it has printed nothing"
         log_copy = Path(dated("bench"), self._log.name)
         log_copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(self._log, log_copy)
