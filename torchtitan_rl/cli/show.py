@@ -55,7 +55,7 @@ def show(config: RunConfig) -> None:
     print("  hold at once, and what torch's allocator, the processes (CUDA, NCCL) and CUDA graphs take besides")
     trainers = ", ".join(f"{trainer.num_ranks} {role} trainer" for role, (trainer, _) in config.trainers().items())
     generators = f"{config.generator.num_replicas} x {config.generator.tensor_parallel_degree} generator"
-    print(f"processes: {trainers}, {generators}, 1 controller with the store, which several hosts have apart")
+    print(f"processes: {trainers}, {generators}, 1 controller; on several hosts 1 store")
 
 
 def _groups(config: RunConfig) -> list[list[str]]:

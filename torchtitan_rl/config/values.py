@@ -15,13 +15,14 @@ import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from torchtitan_rl.config.meshes import TORCHTITAN_FIELDS
 from torchtitan_rl.config.python_file import MODULE_PREFIX, load_module
 from torchtitan_rl.config.resolve import function_name
 
-__all__ = ["field_types", "function_of", "is_switch", "parsed", "shell_text", "words_of"]
+__all__ = ["field_types", "function_of", "is_switch", "module_of_file", "parsed", "shell_text", "words_of"]
 
 
 def field_types(config_class: type, *, constraints: bool = False) -> dict[str, Any]:
@@ -138,7 +139,9 @@ def function_of(flag: str, text: str, current: Any = None) -> Any:
         raise ValueError(f"{flag}={text}: names no function; write module:name or file.py:name, such as {example}")
     module_name, qualname, arguments = match.groups()
     try:
-        module = _of_file(module_name, f"{flag}={text}") if module_name.endswith(".py") else _imported(module_name)
+        module = (
+            module_of_file(module_name, f"{flag}={text}") if module_name.endswith(".py") else _imported(module_name)
+        )
     except ImportError as error:
         raise ValueError(f"{flag}={text}: {error}; write module:name or file.py:name, such as {example}") from error
     function: Any = module
@@ -194,8 +197,8 @@ def _imported(name: str) -> Any:
     return sys.modules.get(name) or importlib.import_module(name)
 
 
-def _of_file(path: str, where: str) -> Any:
-    """The module of a file; the one that is loaded already, where that is the config file."""
+def module_of_file(path: str, where: str) -> ModuleType:
+    """The module of a file; the one that is loaded already, where there is one."""
     file = Path(path)
     if not file.is_file():
         raise ValueError(f"{where}: there is no file {path}; give the path of a Python file")

@@ -21,11 +21,11 @@ import xxhash
 
 from torchtitan_rl.config.config_difference import LABELS, changes_draws, changes_future_only, differences
 from torchtitan_rl.config.derive import settled
-from torchtitan_rl.config.load import load_functions
 from torchtitan_rl.config.overrides import apply_overrides
 from torchtitan_rl.config.recorded import recorded_config
 from torchtitan_rl.config.resolve import resolved
 from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.config.values import module_of_file
 from torchtitan_rl.record.fork_point import ForkPoint, fork_point
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.train.retention import complete, position
@@ -91,7 +91,7 @@ def existing_fork(directory: Path, parent: Path, step: int, settings: list[str])
     plain = json.loads(RunDir(directory).config_file.read_text(encoding="utf-8"))
     for setting in settings:  # the recorded config names functions of these files already
         if file := re.match(r"[^=]+=([^:()]+\.py):", setting):
-            load_functions(file[1])
+            module_of_file(file[1], f"--set={setting}")
     config, changed_sources = recorded_config(plain, f"{place} its config")
     apply_settings(config, settings)
     changes = differences(plain, resolved(settled(config))).keys() - changed_sources.keys()

@@ -590,7 +590,7 @@ def test_show_prints_flags_sizes_and_processes(capsys):
         "--algorithm.loss-fn torchtitan_rl.algorithm.surrogate:ppo",
         "--model.flavor None",
         "model: 15,824 parameters",  # 64 x 16 + 2 x 7392 + 16
-        "processes: 1 policy trainer, 1 x 1 generator, 1 controller with the store, which several hosts have apart",
+        "processes: 1 policy trainer, 1 x 1 generator, 1 controller; on several hosts 1 store",
     ):
         assert line in lines
     # The figures are those of test_memory.py.

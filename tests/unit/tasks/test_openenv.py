@@ -14,6 +14,7 @@ import pytest
 
 from tests.kit.sampler import policy
 from tests.unit.serve.opened import BYTES, END
+from torchtitan_rl.rollout.agent import SessionLimits
 from torchtitan_rl.rollout.external import AgentFailed, external
 from torchtitan_rl.serve.gateway import Gateway
 from torchtitan_rl.tasks import openenv
@@ -33,11 +34,11 @@ def words(seed):
     return ["".join(rng.choices("abcdefgh", k=4)) for _ in range(2)]
 
 
-async def play(task, *texts, act=lambda reply: {"letter": reply}):
+async def play(task, *texts, act=lambda reply: {"letter": reply}, **settings):
     made = policy(*texts, tokenizer=BYTES, for_training=True)
     async with Gateway(context_tokens=256) as gateway:
         agent = OpenEnv.agent("last_letter_server:app", say=lambda observation: observation["word"], act=act)
-        workflow = external(agent, timeout_s=150)
+        workflow = external(agent, timeout_s=150, **settings)
         workflow.attach(gateway)
         return await workflow(task, made, rollout_id="0/0/0", seed=5)
 
@@ -50,6 +51,13 @@ async def test_an_episode_is_a_conversation_rewarded_step_by_step(installed):
     assert BYTES.decode(rollout.turns[1].prompt_tokens) == (
         f"<|user|>{first}{END}<|assistant|>{first[-1]}{END}<|user|>{second}{END}<|assistant|>"
     )
+
+
+async def test_an_episode_that_a_limit_of_its_session_ends_keeps_the_rewards_so_far(installed):
+    task = OpenEnv.Config().build().task("train", 0)
+    first, _ = words(task.answer)
+    rollout = await play(task, first[-1] + END, session=SessionLimits(max_turns=1))
+    assert (rollout.reward, rollout.end_reason, len(rollout.turns)) == (0.5, "turns", 1)
 
 
 async def test_an_action_that_the_environment_refuses_is_a_failure(installed):

@@ -46,6 +46,13 @@ def test_the_byte_template_writes_calls_as_the_policy_did(reader, text):
     assert rendered(message) == text + END
 
 
+def test_reasoning_before_a_call_stays_in_the_text():
+    call = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
+    text = f"so it is</think>\n{call}"
+    read = ToolReader("qwen3_coder", BYTES).read(completion_of(text), text, [ADD], "x", [])
+    assert read.content == "so it is</think>" and [each.name for each in read.calls] == ["add"]
+
+
 async def test_a_client_goes_on_from_the_answer_whose_calls_it_names():
     calls = ["[add(a=1, b=2)]", "[add(a=1,b=2)]"]
     said = [*(call + END for call in calls), "3" + END, "3" + END]

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 
+import numpy as np
 import pytest
 import torch
 import zstandard
@@ -158,3 +159,10 @@ def test_the_memory_of_a_body_that_attacks_is_bounded(attack):
     size, kib, message = done.stdout.split(maxsplit=2)
     print(f"{attack}: {int(size)} bytes cost {int(kib) / 1024:.0f} MiB: {message}")
     assert int(kib) < 300 * 1024
+
+
+def test_rows_whose_differences_overflow_are_no_matrix():
+    """Each difference is 2**62 in 64 bits, and their sum 0: NumPy would write behind the memory that it has taken."""
+    rows, nothing = np.array([0, 2**62, -(2**63), -(2**62), 0]), np.zeros(0, dtype=np.int64)
+    with pytest.raises(Fault, match="is no compressed sparse matrix of shape"):
+        wire._dense(np.zeros(0, dtype=np.float32), [4, 1], rows, nothing, "data[0]")
