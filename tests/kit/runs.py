@@ -20,7 +20,11 @@ HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m\x00\u20
 _CONFIG = {
     "name": "made",
     "model": {"assets": "chars"},
-    "algorithm": {"group_size": 2, "loss_config": {"clip_low": 0.2, "clip_high": 0.2}},
+    "algorithm": {
+        "group_size": 2,
+        "loss_fn": {"function": "torchtitan_rl.algorithm.surrogate:ppo", "source_sha256": ""},
+        "loss_config": {"clip_low": 0.2, "clip_high": 0.2},
+    },
     "trainer": {"optimizer": {"lr": 0.001}},
 }
 

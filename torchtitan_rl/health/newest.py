@@ -29,8 +29,10 @@ def newest_rollouts(directory: RunDir, columns: Sequence[str] = COLUMNS) -> list
         if file.suffix in (".jsonl", ".parquet") and file.stem.isdecimal():
             parts[int(file.stem)] = file
     for _, file in sorted(parts.items(), reverse=True):
-        rollouts = [*(_columnar(file, columns) if file.suffix == ".parquet" else _tail(file, columns)), *rollouts]
-        if len(rollouts) >= _MOST or len({record["step"] for record in rollouts}) > _BATCHES:
+        records, is_whole = (_columnar if file.suffix == ".parquet" else _tail)(file, columns)
+        rollouts = [*records, *rollouts]
+        # What was not read of a part is newer than all of the parts before.
+        if not is_whole or len(rollouts) >= _MOST or len({record["step"] for record in rollouts}) > _BATCHES:
             break
     newest = max((record["attempt"] for record in rollouts), default=0)
     rollouts = [record for record in rollouts if record["attempt"] == newest]
@@ -38,25 +40,27 @@ def newest_rollouts(directory: RunDir, columns: Sequence[str] = COLUMNS) -> list
     return [record for record in rollouts if record["step"] in steps][-_MOST:]
 
 
-def _tail(file: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
+def _tail(file: Path, columns: Sequence[str]) -> tuple[list[dict[str, Any]], bool]:
+    """The last records of a part, and whether these are all of it."""
     try:
         with open(file, "rb") as stream:
             size = stream.seek(0, 2)
             stream.seek(max(0, size - _TAIL_BYTES))
             lines = stream.read().split(b"\n")[:-1]
     except FileNotFoundError:  # sealed meanwhile: the next look finds the Parquet file
-        return []
-    records = []
-    for line in lines if size <= _TAIL_BYTES else lines[1:]:
+        return [], True
+    records, is_whole = [], size <= _TAIL_BYTES
+    for line in lines if is_whole else lines[1:]:
         try:
             record = parsed(line)
             records.append({name: record.get(name) for name in columns})
         except ValueError:
             continue
-    return records
+    return records, is_whole
 
 
-def _columnar(file: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
+def _columnar(file: Path, columns: Sequence[str]) -> tuple[list[dict[str, Any]], bool]:
+    """As `_tail`."""
     parquet = pq.ParquetFile(file)
     present = [name for name in columns if name in parquet.schema_arrow.names]
     records: list[dict[str, Any]] = []
@@ -65,5 +69,5 @@ def _columnar(file: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
         rows = table.slice(max(0, table.num_rows - _MOST)).to_pylist(maps_as_pydicts="lossy")
         records = [*({name: row.get(name) for name in columns} for row in rows), *records]
         if len(records) >= _MOST:
-            break
-    return records
+            return records, False
+    return records, True

@@ -9,11 +9,11 @@ from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.tools.rollout_parts import EVALUATION_COLUMNS
 from torchtitan_rl.tools.table_index import Page, TableIndex, restrictions
 
-__all__ = ["VERDICTS", "CompletionQuery", "Completions"]
+__all__ = ["MOST_OF_TASK", "VERDICTS", "CompletionQuery", "Completions"]
 
 VERDICTS = {"wrong": "not is_right", "right": "is_right", "failed": "failed <> ''"}
 """Verdict on a completion -> the SQL condition of the completions that have it."""
-_MOST_OF_TASK = 500
+MOST_OF_TASK = 500
 _EVALUATION = "step, name, split"
 
 
@@ -57,13 +57,14 @@ class Completions:
             )
 
     def of_task(self, name: str, split: str, task_id: str, length: int) -> list[dict[str, Any]]:
-        """The completions of one task, by step and sample, with `length` characters of `prompt` and `text`."""
+        """The completions of one task at the newest steps, by step and sample, with `length` characters of `prompt` and
+        `text`; at most `MOST_OF_TASK`."""
         with self._index.current():
             rows = self._index.rows(
                 f"select * from {_counted(self._index.counting())} where name = ? and split = ? and task_id = ? "
-                f"order by step, sample limit {_MOST_OF_TASK}",
+                f"order by step desc, sample desc limit {MOST_OF_TASK}",
                 [name, split, task_id],
-            )
+            )[::-1]
             self._index.preview(rows, length)
             return rows
 

@@ -10,7 +10,7 @@ import argparse
 import asyncio
 import dataclasses
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -114,25 +114,21 @@ async def explain(path: Path, *, step: int | None = None, num_rollouts: int = 8,
 def samples_of_record(record: dict[str, Any]) -> list[Sample]:
     """The training sequences of a record of the table `rollouts`, with what generator and trainer said at the time.
     [] for a rollout that did not train, or whose data had several targets a token."""
-    turns: list[tuple[int, dict[str, Any]]] = list(enumerate(record["turns"] or []))
+    turns = record["turns"] or []
     samples: list[Sample] = []
+    taken: set[int] = set()
     for sequence in record["sequences"] or []:
         if sequence["target_tokens"] is None or sequence["policy_logprobs"] is None:
             return []
         tokens = [*sequence["tokens"], sequence["target_tokens"][-1]]
         place, turn_of, reported, versions = [], [], [], []
-        while turns:
-            index, turn = turns[0]
-            start = turn["num_prompt_tokens"]
-            if tokens[start : start + len(turn["tokens"])] != list(turn["tokens"]):
-                break
-            turns.pop(0)
-            place += range(start, start + len(turn["tokens"]))
-            turn_of += [index] * len(turn["tokens"])
-            reported += [float(value) for value in turn["logprobs"]]
-            versions += turn["policy_versions"]
+        for index, start, count in _turns_of(sequence, turns, tokens, taken):
+            place += range(start, start + count)
+            turn_of += [index] * count
+            reported += [float(value) for value in turns[index]["logprobs"][:count]]
+            versions += turns[index]["policy_versions"][:count]
         if not place:
-            return []
+            continue
         nobody = gap.unknown(len(place))
         sample = Sample(
             rollout=record["rollout_id"],
@@ -147,6 +143,21 @@ def samples_of_record(record: dict[str, Any]) -> list[Sample]:
         sample.trainer_N = sample.scored(sequence["policy_logprobs"])
         samples.append(sample)
     return samples
+
+
+def _turns_of(
+    sequence: dict[str, Any], turns: list[dict[str, Any]], tokens: list[int], taken: set[int]
+) -> Iterator[tuple[int, int, int]]:
+    """(turn, its first token's place in `tokens`, number of its tokens) of a sequence. Records of earlier versions do
+    not say: each turn is then of the first sequence that has its tokens at its place, and goes into `taken`."""
+    if sequence.get("turns"):
+        yield from ((index, first + 1, count) for index, first, count in sequence["turns"])  # `first` is of targets
+        return
+    for index, turn in enumerate(turns):
+        start, count = turn["num_prompt_tokens"], len(turn["tokens"])
+        if index not in taken and tokens[start : start + count] == list(turn["tokens"]):
+            taken.add(index)
+            yield index, start, count
 
 
 def _config(run: Run, trusted: bool) -> RunConfig:

@@ -99,8 +99,12 @@ def _status(path: Path, missing: list[str]) -> dict[str, Any]:
 
 
 def _early_end(series: Series) -> str:
-    """The rule that ended the reinforcement phase before its last step; empty for none."""
-    reasons = [line.get("stop/reason") for line in series.other_lines if line["phase"] == "stop"]
+    """The rule that ended the reinforcement phase before its last step; empty for none, and for a phase that was
+    resumed and went on."""
+    last_step = max(series.column("reward/mean")[0], default=0)
+    reasons = [
+        line.get("stop/reason") for line in series.other_lines if line["phase"] == "stop" and line["step"] >= last_step
+    ]
     return str(reasons[-1]) if reasons else ""
 
 

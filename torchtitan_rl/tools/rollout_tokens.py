@@ -9,6 +9,7 @@ from typing import Any
 
 __all__ = ["Clip", "ReadTurn", "Token", "clip_of", "explained"]
 
+_PPO = "torchtitan_rl.algorithm.surrogate:ppo"
 _LIMIT = 20.0  # nats; the losses clamp log-ratios there too
 
 
@@ -73,12 +74,15 @@ class ReadTurn:
 
 
 def clip_of(config: dict[str, Any]) -> Clip | None:
-    """The bounds in a resolved config; None where the loss has none, or has its own defaults."""
+    """The bounds in a resolved config; None where they are not there, and for another loss than `ppo`: GSPO bounds a
+    sequence's ratio, and a token that CISPO clips still trains."""
     algorithm = config.get("algorithm")
-    loss_config = algorithm.get("loss_config") if isinstance(algorithm, dict) else None
     try:
+        if algorithm["loss_fn"]["function"].partition("(")[0] != _PPO:
+            return None
+        loss_config = algorithm["loss_config"]
         return Clip(low=float(loss_config["clip_low"]), high=float(loss_config["clip_high"]))
-    except (TypeError, KeyError, ValueError):
+    except (TypeError, KeyError, ValueError, AttributeError):
         return None
 
 

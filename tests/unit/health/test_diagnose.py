@@ -9,6 +9,7 @@ import socket
 import pytest
 
 from torchtitan_rl.cli import main
+from torchtitan_rl.health import newest
 from torchtitan_rl.health.diagnosis import diagnose, examine
 from torchtitan_rl.health.facts import RunFacts
 from torchtitan_rl.health.newest import newest_rollouts
@@ -226,8 +227,8 @@ def test_a_run_that_holds_its_lock_is_running(run_dir):
 
 
 def test_the_newest_rollouts_of_either_form(run_dir):
-    newest = newest_rollouts(run_dir)
-    assert [record["step"] for record in newest] == [step for step in range(16, 21) for _ in range(8)]
+    records = newest_rollouts(run_dir)
+    assert [record["step"] for record in records] == [step for step in range(16, 21) for _ in range(8)]
     table: Table = run_dir.tables["rollouts"]
     table.rotate()
     run_dir.record(
@@ -239,6 +240,18 @@ def test_the_newest_rollouts_of_either_form(run_dir):
     again = newest_rollouts(run_dir)
     assert [record["step"] for record in again] == [step for step in range(17, 21) for _ in range(8)] + [21]
     assert again[-1]["text"] == "late" and dict(again[-1]["reward_parts"]) == {"form": 1.0}
+
+
+def test_of_a_long_growing_part_the_tail_alone_is_read_and_no_older_part(run_dir, monkeypatch):
+    table: Table = run_dir.tables["rollouts"]
+    table.rotate()
+    table.seal()
+    for number in range(100):
+        run_dir.record("rollouts", 115, [{"group_id": f"0/{number}", "task_id": "t0", "text": str(number)}])
+    monkeypatch.setattr(newest, "_TAIL_BYTES", 4096)
+    rollouts = newest_rollouts(run_dir)
+    assert {record["step"] for record in rollouts} == {115} and 1 < len(rollouts) < 100
+    assert rollouts[-1]["text"] == "99"
 
 
 def test_rollouts_of_earlier_attempts_do_not_count(run_dir):

@@ -182,6 +182,40 @@ def test_work_that_is_overdue():
     assert at_work(21.0, at=datetime.fromtimestamp(1.0, UTC).isoformat(), spans=[7]) == {}
 
 
+def test_the_first_step_of_a_phase_is_compared_with_no_step_of_another():
+    since = datetime.fromtimestamp(900.0, UTC).isoformat()
+    reported = datetime.fromtimestamp(999.0, UTC).isoformat()
+    spans = [{"name": "reinforcement", "since": since, "total": 40}, {"name": "step", "since": since, "total": 0}]
+    warm_start = [line | {"phase": "supervised"} for line in steps(time__step_s=0.1)]
+    now = {"whereabouts": where(written=900.0), "now": 1000.0, "status": {"at": reported, "spans": spans}}
+    assert found(warm_start, **now) == {}
+    assert found([*warm_start, *steps(number=1, time__step_s=1.0)], **now).keys() == {"overdue", "stall"}
+    spans[0]["name"] = "supervised"
+    assert found(warm_start, **now).keys() == {"overdue", "stall"}
+
+
+def test_a_publication_that_waits_for_an_evaluation_is_not_overdue():
+    def waiting(seconds):
+        begun = [1000.0 - 45.0 - seconds, 1000.0 - 45.0 - seconds, 1000.0 - 45.0]
+        names = ("step", "sync", "wait for the evaluation")
+        spans = [
+            {"name": name, "since": datetime.fromtimestamp(at, UTC).isoformat(), "total": 0}
+            for name, at in zip(names, begun, strict=True)
+        ]
+        status = {"at": datetime.fromtimestamp(999.0, UTC).isoformat(), "spans": spans}
+        lines = steps(time__step_s=9.0, time__sync_s=0.5)
+        return found(lines, whereabouts=where(), now=1000.0, status=status)
+
+    assert waiting(1.0) == {} and waiting(11.0)["overdue"].what.startswith("sync has taken 11 s")
+
+
+def test_a_run_on_another_host_that_reports_is_not_gone():
+    reported = datetime.fromtimestamp(2000.0, UTC).isoformat()
+    lines, elsewhere = steps(number=12), where("elsewhere")
+    assert found(lines, whereabouts=elsewhere, now=2010.0, status={"at": reported}) == {}
+    assert "gone" in found(lines, whereabouts=elsewhere, now=2601.0, status={"at": reported})
+
+
 def test_a_run_that_is_gone():
     lines, settings = steps(number=12), {"controller": {"num_steps": 40}}
     assert "step 12 of 40: it left no reason" in found(lines, settings, whereabouts=where("gone"))["gone"].what
@@ -341,6 +375,7 @@ def test_length_drifts():
     by_metrics("length_drift", growing(16.1), growing(15.9))
     by_metrics("length_drift", growing(3.9), growing(4.1))
     by_metrics("length_drift", growing(20.0, 0.3, 0.34), growing(20.0, 0.3, 0.36))  # longer because they are better
+    assert found(growing(20.0, 0.96, 1.0)) == {}  # all that there was to gain
     assert found(steps(completion__length_mean=[1.0] * 10 + [4.0] * 10)) == {}  # three tokens
 
 

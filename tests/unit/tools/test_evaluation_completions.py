@@ -8,6 +8,7 @@ from tests.kit.runs import completion, write_evaluation
 from torchtitan_rl.record import attempts
 from torchtitan_rl.record.attempts import read_evaluations
 from torchtitan_rl.record.run_dir import RunDir
+from torchtitan_rl.tools import evaluation_completions
 from torchtitan_rl.tools.evaluation_completions import CompletionQuery, Completions
 
 
@@ -60,7 +61,7 @@ def test_lists_are_searched_filtered_and_cut_into_pages(run_dir):
         completions.find(CompletionQuery(verdict="good"))
 
 
-def test_one_task_is_followed_over_steps(run_dir):
+def test_one_task_is_followed_over_steps(run_dir, monkeypatch):
     completions = Completions(run_dir)
     rows = completions.of_task("sort", "validation", "sort/validation/1", length=5)
     assert [(row["step"], row["sample"], row["text"], row["is_right"]) for row in rows] == [
@@ -77,6 +78,8 @@ def test_one_task_is_followed_over_steps(run_dir):
         assert {name: value for name, value in written.items() if whole.get(name) != value} == {}
     assert completions.whole("sort", "validation", 2, "sort/validation/1", 0) is None
     assert completions.of_task("sort", "test", "sort/validation/1", length=5) == []
+    monkeypatch.setattr(evaluation_completions, "MOST_OF_TASK", 1)
+    assert completions.of_task("sort", "validation", "sort/validation/1", length=5) == rows[-1:]
 
 
 def test_it_counts_what_the_reader_of_the_table_counts(run_dir):

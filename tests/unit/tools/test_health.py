@@ -138,3 +138,5 @@ def test_a_run_that_ended_early_says_by_which_rule(run_dir):
     put(run_dir, ended="finished")
     run_dir.log_metrics({"step": 3, "phase": "stop", "stop/reason": "controller.stop.patience=2: no better"})
     assert look(run_dir).sentence.endswith(" ago, early: controller.stop.patience=2: no better")
+    run_dir.log_metrics({"step": 4, "phase": "reinforcement", "reward/mean": 1.0})  # resumed, without that rule
+    assert "early" not in look(run_dir).sentence

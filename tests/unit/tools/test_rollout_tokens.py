@@ -8,6 +8,10 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.kit.runs import made_run
+from torchtitan_rl.algorithm import presets
+from torchtitan_rl.config.model import ModelConfig
+from torchtitan_rl.config.resolve import resolved
+from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.health.run_reader import Run
 from torchtitan_rl.rollout.token_texts import pieces
 from torchtitan_rl.tools.rollout_tokens import Clip, clip_of, explained
@@ -53,6 +57,12 @@ def test_a_rollout_that_did_not_train_has_the_generators_numbers(run_dir):
 def test_clip_bounds_come_from_the_config(run_dir):
     assert clip_of(Run(run_dir).config()) == Clip(low=0.2, high=0.2)
     assert clip_of({}) is None and clip_of({"algorithm": {"loss_config": {"clip_low": 0.2}}}) is None
+
+
+@pytest.mark.parametrize("preset, clips", [("grpo", True), ("dapo", True), ("gspo", False), ("cispo", False)])
+def test_only_the_loss_that_stops_the_gradient_of_a_token_by_its_own_ratio_clips_tokens(preset, clips):
+    config = resolved(RunConfig(name="t", task=None, model=ModelConfig(), algorithm=getattr(presets, preset)()))
+    assert (clip_of(config) is not None) is clips
 
 
 def test_tokens_join_to_a_text_that_has_broken_characters():

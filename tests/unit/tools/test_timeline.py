@@ -195,6 +195,8 @@ def test_what_is_not_there_is_said_in_a_sentence(tmp_path, timeline):
     assert [step.number for step in timeline_verb.chosen(by_twos, 6, 10)] == [5]
     with pytest.raises(ValueError, match=r"step=7: the timeline has steps 1 to 6; give one"):
         timeline_verb.chosen(by_twos, 7, 10)
+    one_was_filtered = [SimpleNamespace(number=number) for number in (1, 5, 6, 10, 14)]
+    assert [step.number for step in timeline_verb.chosen(one_was_filtered, 16, 10)] == [14]
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "controller.1.jsonl").write_text("nonsense\n")
     with pytest.raises(ValueError, match=r"controller.1.jsonl: is no timeline of a process"):

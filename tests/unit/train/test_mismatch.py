@@ -101,6 +101,29 @@ def test_records_give_the_samples_that_rollouts_gave():
         assert other.trainer_N.tolist() == (-one.place_N).tolist()
 
 
+def test_sequences_of_some_turns_are_found_where_others_did_not_train():
+    """Of a main branch and a sub-agent between its turns, one trained alone."""
+    rollout = two_sequences()
+    main, sub_agent = samples_of(rollout)
+    rollout.turns = [rollout.turns[0], rollout.turns[2], rollout.turns[1]]
+
+    def record_of(sample, turns):
+        tokens = torch.tensor(sample.tokens)
+        inputs = {"loss_mask": torch.ones(len(tokens) - 1), "token_weights": torch.ones(len(tokens) - 1)}
+        datum = Datum(tokens=tokens[:-1], target_tokens=tokens[1:], loss_inputs=inputs, turns=turns)
+        trained = [(datum, -torch.arange(1.0, len(tokens)))]
+        (record,) = rollout_records([RolloutGroup(id="0/0", rollouts=[rollout])], trained, str)
+        return record
+
+    for turns in ([(0, 1, 2), (2, 4, 1)], None):  # None: of an earlier version
+        (found,) = samples_of_record(record_of(main, turns))
+        assert found.place_N.tolist() == [2, 3, 5] and found.turn_N.tolist() == [0, 0, 2]
+        assert found.reported_N.tolist() == [-0.5, -0.6, -0.7] and found.version_N.tolist() == [3, 3, 4]
+    for turns in ([(1, 0, 2)], None):
+        (found,) = samples_of_record(record_of(sub_agent, turns))
+        assert found.place_N.tolist() == [1, 2] and found.turn_N.tolist() == [1, 1]
+
+
 def test_a_record_of_a_rollout_that_did_not_train_gives_none():
     (record,) = rollout_records([RolloutGroup(id="0/0", rollouts=[two_sequences()])], [], str)
     assert samples_of_record(record) == []

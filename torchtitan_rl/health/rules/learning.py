@@ -103,7 +103,7 @@ def _better(facts: RunFacts) -> bool:
     """Whether answers have become better: by accuracy where it was measured twice, else by the reward."""
     accuracies = [float(line["eval/accuracy"]) for line in facts.evaluations]
     if len(accuracies) > 1:
-        return accuracies[-1] > accuracies[0] + 0.05
+        return accuracies[-1] > accuracies[0] + min(0.05, 0.25 * (1 - accuracies[0]))
     rewards = facts.series("reward/mean")
     before, now = middle(first(rewards)), middle(last(rewards))
     return now >= before + 0.25 * (facts.best_reward - before)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torchtitan_rl.health.facts import Reading, RunFacts, Series, duration
 from torchtitan_rl.health.rules.rule import RECENT, Problem, Rule, batches, few, last, middle
-from torchtitan_rl.health.whereabouts import end_of, pulse, seconds_since
+from torchtitan_rl.health.whereabouts import Whereabouts, end_of, pulse, seconds_since
 from torchtitan_rl.metrics import PHASES
 
 __all__ = ["LIVENESS"]
@@ -23,6 +23,8 @@ _FEW_SAMPLES, _LATE_SAMPLES = 12, 60
 _LEAST_GROWTH_MIB = 128.0
 _SPANS = {"step": "time/step_s", "generate": "time/generate_s", "sync": "time/sync_s", "score": "time/score_s"}
 """Span of `status.json` -> the metric with its usual seconds."""
+_WAIT_FOR_EVALUATIONS = ("step", "sync")
+"""Spans within which a publication waits; `time/sync_s` leaves the wait out."""
 _PARTS = ("time/reward_s", "time/generate_s", "time/forward_backward_s", "time/optim_s", "time/score_s", "time/sync_s")
 
 
@@ -138,15 +140,22 @@ def stall(facts: RunFacts, threshold: float) -> Problem | None:
 
 def _usual_work(facts: RunFacts) -> tuple[str, float | None]:
     """What the run is at, a step or an evaluation, and the seconds after which it usually writes; None: nobody knows,
-    as while it starts and in its first evaluation."""
+    as while it starts, in its first evaluation, and in the first step of a phase."""
     doing = [str(span.get("name")) for span in facts.spans]
     evaluates = any(name.startswith("evaluating") for name in doing)
     if any(name.startswith("starting") for name in doing):
         return "a start", None
-    phases = ("evaluation",) if evaluates else PHASES
-    lines = [line for line in facts.lines if line.get("phase") in phases and line.get("time/step_s")]
+    phase = "evaluation" if evaluates else _phase(facts)
+    lines = [line for line in facts.lines if line.get("phase") == phase and line.get("time/step_s")]
     seconds = [line["time/step_s"] for line in lines[-20:]]
     return "an evaluation" if evaluates else "a step", median(seconds) if seconds else None
+
+
+def _phase(facts: RunFacts) -> str:
+    """The phase of optimizer steps that is under way; where nobody knows, that of the last line of one; "": none."""
+    open_phases = [str(span["name"]) for span in facts.spans if span.get("name") in PHASES]
+    written = (line["phase"] for line in reversed(facts.lines) if line.get("phase") in PHASES)
+    return open_phases[-1] if open_phases else next(written, "")
 
 
 def _doing(facts: RunFacts) -> str:
@@ -162,7 +171,7 @@ def gone(facts: RunFacts, threshold: float) -> Problem | None:
     end = end_of(facts.status, facts.events)
     if _finished(facts) and end.get("kind") != "run_failed":  # which it may after its last evaluation
         return None
-    if process.state == "elsewhere" and facts.now - (process.written or facts.now) <= threshold:
+    if process.state == "elsewhere" and _silence(process, facts) <= threshold:
         return None
     phase, step = next(
         ((line["phase"], line["step"]) for line in reversed(facts.lines) if line.get("phase") in PHASES),
@@ -177,6 +186,13 @@ def gone(facts: RunFacts, threshold: float) -> Problem | None:
     if process.pid is not None:
         evidence.append(Reading(f"pid on {process.host}", None, process.pid))
     return Problem(f"the run ended in the {phase} phase at step {step} of {planned}: {why}", evidence)
+
+
+def _silence(process: Whereabouts, facts: RunFacts) -> float:
+    """Seconds without a sign of life of a process on another host: it has written, or has reported in `status.json`."""
+    reported_s = seconds_since(facts.status.get("at"), facts.now)
+    written_s = facts.now - (process.written or facts.now)
+    return written_s if reported_s is None else min(written_s, reported_s)
 
 
 def _finished(facts: RunFacts) -> bool:
@@ -218,10 +234,13 @@ def overdue(facts: RunFacts, threshold: float) -> Problem | None:
         return None
     sentences: list[str] = []
     evidence: Series = []
+    waited_s = _waits_for_evaluation_s(facts)
     for span in facts.spans:
         name, seconds = str(span.get("name")), seconds_since(span.get("since"), facts.now)
         if seconds is None or span.get("total"):  # a phase, which is as long as its steps
             continue
+        if name in _WAIT_FOR_EVALUATIONS:
+            seconds -= waited_s
         usual = _usual_s(facts, _SPANS.get(name, ""))
         if usual is not None and seconds > max(_LEAST_OVERDUE_S, threshold * usual):
             sentences.append(f"{name} has taken {duration(seconds)} so far; usually {duration(usual)}")
@@ -233,15 +252,21 @@ def overdue(facts: RunFacts, threshold: float) -> Problem | None:
     return Problem("; ".join(sentences), evidence) if sentences else None
 
 
+def _waits_for_evaluation_s(facts: RunFacts) -> float:
+    """Seconds for which a publication has waited for an evaluation, which a run with a lag makes meanwhile."""
+    since = [span.get("since") for span in facts.spans if span.get("name") == "wait for the evaluation"]
+    return (seconds_since(since[0], facts.now) or 0.0) if since else 0.0
+
+
 def _usual_s(facts: RunFacts, metric: str) -> float | None:
-    """The median of a metric's newest values, of the last phase that has any."""
-    for phase in reversed(PHASES):
-        lines = [
-            line for line in facts.lines if line.get("phase") == phase and isinstance(line.get(metric), float | int)
-        ]
-        if lines:
-            return median(line[metric] for line in lines[-_NEWEST_LINES:])
-    return None
+    """The median of a metric's newest values in the phase that is under way; None: it has none yet."""
+    phase = _phase(facts)
+    values = [line[metric] for line in facts.lines if line.get("phase") == phase and _is_number(line.get(metric))]
+    return median(values[-_NEWEST_LINES:]) if values else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float | int)
 
 
 def memory(facts: RunFacts, threshold: float) -> Problem | None:

@@ -6,6 +6,7 @@ import argparse
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import multimode
 
 from torchtitan_rl.health.run_reader import Run
 from torchtitan_rl.tools.timeline import trace
@@ -62,8 +63,8 @@ def chosen(steps: list[StepSpans], number: int | None, last: int) -> list[StepSp
     if number is None:
         return steps[-last:]
     before = [step for step in steps if step.number <= number]
-    # Every batch has as many optimizer steps. Of a single one nobody knows here how many they are.
-    per_batch = min((after.number - one.number for one, after in zip(steps, steps[1:])), default=0)
+    # Most batches have as many optimizer steps; filters may leave one with fewer. Of a single one nobody knows here.
+    per_batch = max(multimode(after.number - one.number for one, after in zip(steps, steps[1:])), default=0)
     end = steps[-1].number + max(per_batch - 1, 0)
     if not before or per_batch and number > end:
         raise ValueError(f"step={number}: the timeline has steps {steps[0].number} to {end}; give one")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchtitan_rl.tools.evaluation_completions import VERDICTS, CompletionQuery
+from torchtitan_rl.tools.evaluation_completions import MOST_OF_TASK, VERDICTS, CompletionQuery
 from torchtitan_rl.tools.view.pages import Missing
 from torchtitan_rl.tools.view.query import Parameters
 from torchtitan_rl.tools.view.runs import ShownRun
@@ -61,6 +61,7 @@ def task(parameters: Parameters) -> dict[str, Any]:
         "prompt": newest["prompt"],
         "answer": str(record.get("answer") or ""),
         "steps": steps,
+        "most": MOST_OF_TASK if len(rows) == MOST_OF_TASK else 0,
     }
 
 
