@@ -28,22 +28,36 @@ def longest_rollout(config: RunConfig) -> tuple[int, str]:
     ]
     if config.algorithm.workflow is not None and not config.algorithm.asks_teacher:
         lengths.append((_FREE_PROMPTS, "a workflow's own prompts"))
-        positions = min(_num_positions(model) for _, model in config.trainers().values())
+        positions = min(_num_positions(model) or _FREE_PROMPTS for _, model in config.trainers().values())
         if positions < _FREE_PROMPTS:
             lengths[-1] = (positions, "the model's positions, for a workflow's own prompts")
     return max(lengths, key=lambda length: length[0])
 
 
-def _num_positions(model: ModelConfig) -> int:
-    """Positions of a model, as far as its shape or its directory says; another model's are no fewer than
-    `_FREE_PROMPTS`: torchtitan's flavours have 4,096 or more, and a mistake is for validation to report."""
+def _context(config: RunConfig) -> tuple[int, str]:
+    """(tokens that a generator has room for where the config leaves it open, where the number comes from).
+
+    A snapshot that scores in self-distillation reads a longer prompt than the policy: room for two rollouts then, as
+    far as the model has positions."""
+    longest, source = longest_rollout(config)
+    if not config.algorithm.asks_teacher:
+        return longest, source
+    positions = _num_positions(config.model)
+    if positions is None or 2 * longest <= positions:
+        return 2 * longest, f"twice {source}"
+    return max(longest, positions), f"the model's positions, fewer than twice {source}"
+
+
+def _num_positions(model: ModelConfig) -> int | None:
+    """Positions of a model, as its shape or its directory says; None: neither does. Torchtitan's flavours have 4,096 or
+    more, and a mistake is for validation to report."""
     if model.shape is not None:
         return model.shape.max_seq_len
     directory = Path(model.assets).expanduser()
     if model.flavor is None and (directory / "config.json").is_file():
         with contextlib.suppress(ValueError):
             return shape_of_directory(directory, model.family).max_seq_len
-    return _FREE_PROMPTS
+    return None
 
 
 def open_fields(config: RunConfig) -> dict[str, str]:
@@ -58,8 +72,7 @@ def open_fields(config: RunConfig) -> dict[str, str]:
         elif not role.trainer.training.seq_len:
             sources[f"roles.{name}.trainer.training.seq_len"] = f"from {source}"
     if not config.generator.max_model_len:
-        twice = "twice " if config.algorithm.asks_teacher else ""
-        sources["generator.max_model_len"] = f"from {twice}{source}"
+        sources["generator.max_model_len"] = f"from {_context(config)[1]}"
     if config.generator.num_spares is None:
         sources["generator.num_spares"] = "from generator.num_replicas"
     if config.generator.record_routing is None:
@@ -71,11 +84,7 @@ def open_fields(config: RunConfig) -> dict[str, str]:
 
 def settled(config: RunConfig) -> RunConfig:
     """The config with every open field filled in: a copy that shares the sections without one with `config`, or
-    `config` itself where no field is open.
-
-    A snapshot that scores in self-distillation reads a longer prompt than the policy: generators have room for two
-    rollouts then.
-    """
+    `config` itself where no field is open."""
     if not open_fields(config):
         return config
     longest, _ = longest_rollout(config)
@@ -83,7 +92,7 @@ def settled(config: RunConfig) -> RunConfig:
     roles: dict[str, Any] = {
         name: dataclasses.replace(role, trainer=trainers[name]) for name, role in config.roles.configured().items()
     }
-    context = config.generator.max_model_len or longest * (2 if config.algorithm.asks_teacher else 1)
+    context = config.generator.max_model_len or _context(config)[0]
     spares = config.generator.num_spares
     if spares is None:
         spares = int(config.generator.num_replicas > 1 and config.generator.max_replica_restarts > 0)

@@ -14,7 +14,9 @@ from typing import Any
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.record.user_code import defined_at
 
-__all__ = ["flat", "function_name", "is_function", "named", "resolved", "rebuilt"]
+__all__ = ["OF_OBJECT", "flat", "function_name", "is_function", "named", "resolved", "rebuilt"]
+
+OF_OBJECT = " of an object"
 
 
 def flat(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -34,11 +36,13 @@ def flat(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def function_name(function: Callable) -> str:
     """`module:qualname`, partial arguments included: literals as they are written, a function as
-    `function('module:qualname')`, which `config.values` reads back."""
+    `function('module:qualname')`, which `config.values` reads back. A method of an object ends in `OF_OBJECT`: its name
+    alone is another function, and nothing names the object."""
     if isinstance(function, functools.partial):
         keywords = (f"{name}={_argument(value)}" for name, value in function.keywords.items())
         return f"{function_name(function.func)}({', '.join([*map(_argument, function.args), *keywords])})"
-    return f"{function.__module__}:{getattr(function, '__qualname__', type(function).__qualname__)}"
+    name = f"{function.__module__}:{getattr(function, '__qualname__', type(function).__qualname__)}"
+    return f"{name}{OF_OBJECT}" if inspect.ismethod(function) and not inspect.isclass(function.__self__) else name
 
 
 def _argument(value: Any) -> str:

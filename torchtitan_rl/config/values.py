@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from torchtitan_rl.config.meshes import TORCHTITAN_FIELDS
 from torchtitan_rl.config.python_file import MODULE_PREFIX, load_module
-from torchtitan_rl.config.resolve import function_name
+from torchtitan_rl.config.resolve import OF_OBJECT, function_name
 
 __all__ = ["field_types", "function_of", "is_switch", "module_of_file", "parsed", "shell_text", "words_of"]
 
@@ -133,6 +133,11 @@ def function_of(flag: str, text: str, current: Any = None) -> Any:
     """The function of `module:name` or `file.py:name`; with arguments, as in `module:name(std='none')`, a partial. An
     argument that is a function is written `function('module:name')`. `current` is the field's value, for an example.
     Raises ValueError for anything else; the message begins with `flag`."""
+    if text.endswith(OF_OBJECT):
+        raise ValueError(
+            f"{flag}={text}: the object was made where the config was, and nothing names it; give a function of a "
+            "module that calls the method"
+        )
     example = function_name(current) if callable(current) else "rewards.py:my_function"
     match = re.fullmatch(r"([^:()]+):([\w.]+)(\(.*\))?", text, re.DOTALL)
     if not match:

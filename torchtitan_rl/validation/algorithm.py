@@ -59,7 +59,8 @@ def check_algorithm(config: RunConfig) -> None:
     if algorithm.greedy_baseline and not _uses_estimators(algorithm, roles):
         raise ValueError(
             "algorithm.greedy_baseline=True: plays a rollout of every task for an estimator, whose advantages do not "
-            "count with a critic, with a teacher that trains alone, or with precomputed_advantages='require'; use False"
+            "count with a critic, with a teacher that trains alone, in self-distillation, or with "
+            "precomputed_advantages='require'; use False"
         )
     functions = {"loss_fn": losses, "critic_loss_fn": losses, "reduction": reductions}
     if algorithm.correction_fn is not None:
@@ -195,13 +196,19 @@ def _check_credit(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
         "roles.critic": roles.critic is not None,
         "algorithm.kl_in='return'": algorithm.kl_in_return,
         "algorithm.distill.rewards=False": algorithm.teacher_trains_alone,
+        "top_k of self-distillation": any(own.top_k and not _estimates(own) for own in algorithm.own_teachers),
     }
     for setting, is_set in computed_by.items():
         if is_set:
             raise ValueError(
-                f"algorithm.credit_fn={function_name(algorithm.credit_fn)}: with {setting} advantages are computed "
-                "token by token after it, so its factors would not count; use credit.last_branch or credit.all_branches"
+                f"algorithm.credit_fn={function_name(algorithm.credit_fn)}: with {setting} what a token counts is "
+                "computed after it, so its factors would not count; use credit.last_branch or credit.all_branches"
             )
+
+
+def _estimates(teacher: Any) -> bool:
+    """Whether a teacher of self-distillation adds advantages of rewards."""
+    return getattr(teacher, "advantage_fn", None) is not None
 
 
 def _check_weighted_kl(algorithm: AlgorithmConfig) -> None:
@@ -421,7 +428,8 @@ def check_arguments(setting: str, function: Callable, arguments: dict[str, float
 
 
 def _uses_estimators(algorithm: AlgorithmConfig, roles: RolesConfig) -> bool:
-    return roles.critic is None and not algorithm.teacher_trains_alone and algorithm.precomputed_advantages != "require"
+    given = algorithm.asks_teacher or algorithm.precomputed_advantages == "require"
+    return roles.critic is None and not algorithm.teacher_trains_alone and not given
 
 
 def _check_subsets(setting: str, estimator: Callable, algorithm: AlgorithmConfig) -> None:

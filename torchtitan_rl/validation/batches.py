@@ -117,6 +117,11 @@ def _check_filters(config: RunConfig) -> None:
                 f"controller.stop.max_no_signal={share:g}: would end every run of algorithm.group_size=1, as the "
                 "reward of a group of one is equal to itself; raise group_size or use 0"
             )
+    if filters.overlong == "penalty" and algorithm.precomputed_advantages == "require" and config.roles.critic is None:
+        raise ValueError(
+            f"{where}.overlong='penalty': lowers the reward, and with algorithm.precomputed_advantages='require' "
+            "advantages come with the turns; use 'mask' or 'drop'"
+        )
     if filters.overlong == "penalty" and any(map(_reads_parts_alone, estimators_of(algorithm).values())):
         raise ValueError(
             f"{where}.overlong='penalty': lowers the reward, and gdpo reads reward parts alone; use 'mask' or 'drop', "

@@ -88,8 +88,9 @@ def _check_teacher_role(
             f"{alone} algorithm.loss_config={algorithm.loss_config} has no loss_fn to configure; leave it "
             "empty, or use rewards=True"
         )
+    reads_ratio = algorithm.minibatch_fn is not None or (algorithm.kl_coef and algorithm.kl_ratio_weighted)
     for name in ("recompute_logprobs_per_batch", "recompute_logprobs_per_minibatch"):
-        if getattr(algorithm, name) and algorithm.correction_fn is None:
+        if getattr(algorithm, name) and algorithm.correction_fn is None and not reads_ratio:
             raise ValueError(f"{alone} algorithm.{name}=True has no ratio to serve; use False, or rewards=True")
     if algorithm.correction_fn is not None:
         raise ValueError(f"{alone} algorithm.correction_fn has no loss_fn to correct; use None, or rewards=True")

@@ -75,6 +75,12 @@ def test_a_filter_that_nothing_can_pass_is_refused():
     accepted(filters__zero_variance=True, group_size=1, precomputed_advantages="require")
 
 
+def test_a_penalty_that_no_advantage_would_see_is_refused():
+    message = refused(filters__overlong="penalty", precomputed_advantages="require")
+    assert message.startswith("algorithm.filters.overlong='penalty': lowers the reward, and with algorithm.precomputed")
+    accepted(filters__overlong="penalty")
+
+
 def test_groups_of_one_cannot_end_a_run_for_want_of_signal():
     run = load_config(QUICKSTART)
     run.algorithm = presets.reinforce_pp(group_size=1)

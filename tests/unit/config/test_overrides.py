@@ -1,5 +1,6 @@
 """Overrides: what `show` prints is accepted back, parts are switched on, functions are named."""
 
+import dataclasses
 import functools
 import json
 import math
@@ -18,7 +19,7 @@ from tests.kit.run_config import run_config
 from tests.unit.config.test_load import overridden
 from torchtitan_rl.algorithm import advantages, losses, reductions
 from torchtitan_rl.cli.show import show
-from torchtitan_rl.config.derive import open_fields, settled
+from torchtitan_rl.config.derive import longest_rollout, open_fields, settled
 from torchtitan_rl.config.load import apply_overrides, load_config
 from torchtitan_rl.config.meshes import LoRAConfig, TrainerConfig
 from torchtitan_rl.config.model import ModelConfig
@@ -184,6 +185,16 @@ def test_lengths_follow_from_the_sampling_limits(capsys):
     assert refusal(validate, config) == (
         "sampling.max_prompt_tokens + max_tokens = 108: exceed the model's max_seq_len=64; lower one of them"
     )
+
+
+def test_a_teacher_of_self_distillation_has_room_for_two_rollouts_as_far_as_the_model_has_positions():
+    config = load_config(str(CONFIGS / "self_distill.py"))
+    config.generator.max_model_len, longest = 0, longest_rollout(config)[0]
+    for positions, room in ((4 * longest, 2 * longest), (longest + 3, longest + 3)):
+        config.model.shape = dataclasses.replace(config.model.shape, max_seq_len=positions)
+        assert settled(config).generator.max_model_len == room
+    source = open_fields(config)["generator.max_model_len"]
+    assert source.startswith("from the model's positions, fewer than twice sampling.max_prompt_tokens")
 
 
 async def my_workflow(task, policy, *, rollout_id, seed):

@@ -13,6 +13,8 @@ from torchtitan_rl.algorithm.reductions import constant_length
 from torchtitan_rl.config.derive import settled
 from torchtitan_rl.config.recorded import recorded_config
 from torchtitan_rl.config.resolve import function_name, resolved
+from torchtitan_rl.tasks.letter_sort import LetterSort
+from torchtitan_rl.tasks.rewards import Rewards
 
 
 def test_a_config_reads_back_with_tuples_and_functions_with_arguments():
@@ -60,6 +62,16 @@ def test_functions_in_lists_tuples_and_dictionaries_of_a_partial_are_read_back_a
     assert changed == {} and back.algorithm.loss_fn.keywords == arguments
     hashes = plain["algorithm"]["loss_fn"]["argument_sha256"]
     assert len(set(hashes)) == 4 and "" not in hashes
+
+
+def test_a_method_of_an_object_is_recorded_as_one_and_is_not_read_back_as_the_function_of_its_class():
+    config = settled(run_config())
+    config.task.reward = Rewards({"own": (config.task.build().reward, 1.0)})
+    plain = json.loads(json.dumps(resolved(config)))
+    name = "torchtitan_rl.tasks.letter_sort:LetterSort.reward"
+    assert function_name(LetterSort.reward) == name
+    with pytest.raises(ValueError, match=f"run={name} of an object: the object was made where the config was"):
+        recorded_config(plain, "run")
 
 
 def test_arguments_without_functions_are_named_as_python_prints_them():

@@ -416,9 +416,9 @@ def test_a_credit_function_passes(credit_fn):
         ({"credit_fn": lambda rollout: rollout.turns[1]}, "raised IndexError"),
         (
             {"credit_fn": halves, "roles": ("critic",)},
-            "halves: with roles.critic advantages are computed token by token",
+            "halves: with roles.critic what a token counts is computed after it",
         ),
-        ({"credit_fn": halves} | ADAPTIVE, "with algorithm.kl_in='return' advantages are computed"),
+        ({"credit_fn": halves} | ADAPTIVE, "with algorithm.kl_in='return' what a token counts is computed"),
     ],
 )
 def test_a_credit_function_that_is_not_one_or_would_not_count(config, message):

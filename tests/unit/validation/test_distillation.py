@@ -6,6 +6,7 @@ import pytest
 
 from torchtitan_rl.algorithm import corrections, losses
 from torchtitan_rl.algorithm.advantages import reinforce_pp_baseline
+from torchtitan_rl.algorithm.group_estimators import remax
 from torchtitan_rl.config.algorithm import AlgorithmConfig, DistillConfig, FilterConfig
 from torchtitan_rl.config.load import apply_overrides
 from torchtitan_rl.config.meshes import GeneratorConfig
@@ -53,6 +54,15 @@ async def hook_for_one(rollout):
     pass
 
 
+def of_ones_own(data):
+    """A `minibatch_fn` that the package does not have."""
+    return data
+
+
+def half(rollout):
+    return [0.5] * len(rollout.turns)
+
+
 OWN = {"workflow": self_distill(single_turn, prompt=hint)}
 
 
@@ -64,6 +74,19 @@ OWN = {"workflow": self_distill(single_turn, prompt=hint)}
         (["teacher", "critic"], {"distill": {"rewards": True}}),
         (["teacher"], {"distill": {"divergence": "top_k"}}),
         (["teacher"], {"distill": {"divergence": "full"}}),
+        (
+            ["teacher"],
+            {"distill": {"divergence": "full"}, "minibatch_fn": of_ones_own, "recompute_logprobs_per_minibatch": True},
+        ),
+        (
+            ["teacher", "reference"],
+            {
+                "distill": {"divergence": "full"},
+                **{"kl_coef": 0.1, "kl_in": "loss", "kl_ratio_weighted": True},
+                "recompute_logprobs_per_batch": True,
+            },
+        ),
+        ([], {**OWN, "credit_fn": half}),
         ([], OWN),
         ([], {**OWN, "refresh_teacher_every": 8}),
         ([], {"workflow": self_distill(single_turn, prompt=hint, top_k=4), "loss_fn": losses.cross_entropy}),
@@ -94,6 +117,17 @@ def test_what_makes_sense_passes(roles, config):
         (["teacher"], {"distill": {"divergence": "top_k", "top_k": 65}}, ["top_k=65", "64 tokens"]),
         (["teacher"], {"distill": {}, **OWN}, ["one teacher"]),
         (["teacher", "critic"], {"distill": {}}, ["roles.critic", "rewards=True"]),
+        (
+            ["teacher"],
+            {"distill": {"divergence": "full"}, "recompute_logprobs_per_batch": True},
+            ["recompute_logprobs_per_batch=True has no ratio to serve"],
+        ),
+        (
+            [],
+            {"workflow": self_distill(single_turn, prompt=hint, top_k=4), "credit_fn": half},
+            ["credit_fn", "top_k of self-distillation", "last_branch"],
+        ),
+        ([], {**OWN, "advantage_fn": remax, "greedy_baseline": True}, ["greedy_baseline=True", "in self-distillation"]),
         (["teacher"], {"distill": {}, "filters": FilterConfig(zero_variance=True)}, ["zero_variance"]),
         (
             ["teacher"],
