@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.record.tracing import span
-from torchtitan_rl.rollout.draws import Batch, Draw, Draws
+from torchtitan_rl.rollout.draws import Batch, Draw, Draws, NothingToTrainOn
 from torchtitan_rl.rollout.player import RolloutPlayer
 from torchtitan_rl.rollout.resampling import fill_batch
 from torchtitan_rl.types import RolloutGroup
@@ -85,8 +85,15 @@ class SynchronousBatches:
         self._player, self._draws, self._state = player, draws, state
 
     async def next_batch(self) -> Batch:
-        """Plays the next slots. Raises NothingToTrainOn."""
-        return await self._player.play(self._draws.next(self._player.config.tasks_per_step), self._state.step)
+        """Plays the next slots. Raises NothingToTrainOn. Where the play is given up or fails they are due again."""
+        before = self._draws.state_dict()
+        try:
+            return await self._player.play(self._draws.next(self._player.config.tasks_per_step), self._state.step)
+        except NothingToTrainOn:  # they were played
+            raise
+        except BaseException:
+            self._draws.load_state_dict(before)
+            raise
 
     def state_dict(self) -> dict[str, Any]:
         return self._draws.state_dict()

@@ -222,11 +222,11 @@ def _check_rewards(rollout: Rollout) -> None:
 
 
 def _check_text(rollout: Rollout, policy: Policy) -> None:
-    """Raises RuntimeError for a rollout that is to be judged by its text and has none, although the policy said
-    something."""
+    """Raises RuntimeError for a rollout that is to be judged by its text and has none, although the policy's last turn
+    said something. A last turn that says nothing may be the whole of an answer."""
     if rollout.text or rollout.reward is not None or any(turn.reward is not None for turn in rollout.turns):
         return
-    if any(policy.text(turn.completion) for turn in rollout.turns):
+    if rollout.turns and policy.text(rollout.turns[-1].completion):
         raise RuntimeError(
             f"algorithm.workflow: gave task {rollout.task.id!r} a rollout without text, which the reward judges; set "
             "Rollout.text, such as policy.text(completion), or give the rollout a reward"

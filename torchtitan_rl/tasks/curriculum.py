@@ -162,7 +162,8 @@ class CurriculumSource:
         return numpy.where(self._in_band(), learnability, 0.0)
 
     def state_dict(self) -> dict[str, Any]:
-        """The counts and the last draws of the tasks that were drawn."""
+        """The counts and the last draws of the tasks that were drawn, and which have been drawn since the last count:
+        in a supervised phase, which counts nothing, all of them."""
         indices = numpy.flatnonzero(self.drawn >= 0)
         return {
             "num_tasks": self.num_tasks,
@@ -173,6 +174,7 @@ class CurriculumSource:
             "passed": self.passed[indices].tolist(),
             "failed": self.failed[indices].tolist(),
             "drawn": self.drawn[indices].tolist(),
+            "uncounted": list(self._uncounted.values()),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -188,7 +190,9 @@ class CurriculumSource:
         self.drawn = numpy.full(self.num_tasks, -1)
         self.passed[indices], self.failed[indices] = state["passed"], state["failed"]
         self.drawn[indices] = state["drawn"]
-        self.next_slot, self.num_drawn, self._uncounted = state["next_slot"], state["num_drawn"], {}
+        self.next_slot, self.num_drawn = state["next_slot"], state["num_drawn"]
+        uncounted = state.get("uncounted", [])  # an earlier version kept none
+        self._uncounted = {self.family.task("train", index).id: index for index in uncounted}
 
     def _in_band(self) -> numpy.ndarray:
         """(num_tasks,): whether a task's pass rate lies in the band, or was never measured."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchtitan_rl.tasks.judging import judge
+from torchtitan_rl.tasks.judging import judge, name_of
 from torchtitan_rl.tasks.reward_parts import Parts
 from torchtitan_rl.types import Task
 
@@ -89,7 +89,7 @@ class Limited:
         async with self._slots.get(lambda: asyncio.Semaphore(self.concurrency)):
             for retry in range(self.retries + 1):
                 try:
-                    return await judge(self.function, task, completions, self.timeout_s or timeout_s, parts)
+                    return await self._tried(task, completions, timeout_s, parts)
                 except RuntimeError as error:
                     last = error
                 if retry < self.retries:
@@ -97,3 +97,17 @@ class Limited:
                     log_retries(self._retried - 1, self._retried, str(last))
                     await asyncio.sleep(self.wait_s * 2**retry)
         raise RuntimeError(f"{last} ({self.retries} retries)") from last
+
+    async def _tried(self, task: Task, completions: list[str], timeout_s: float, parts: Parts | None) -> list[float]:
+        """One try. A function that judges by a method of its own, such as an `HttpJudge`, may have a longer deadline of
+        its own: this one counts too."""
+        if not (self.timeout_s and hasattr(self.function, "judged")):
+            return await judge(self.function, task, completions, self.timeout_s or timeout_s, parts)
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                return await judge(self.function, task, completions, self.timeout_s, parts)
+        except TimeoutError:
+            raise RuntimeError(
+                f"{name_of(self.function)}: gave no answer for task {task.id!r} within {self.timeout_s:g} s; make it "
+                "faster or allow it more time"
+            ) from None

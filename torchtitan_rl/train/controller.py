@@ -592,8 +592,10 @@ class Controller(AbstractAsyncContextManager):
         if self.overlapped_evaluations is not None:
             await self.overlapped_evaluations.begin()
             return
+        began = time.monotonic()
         await self.evaluate("validation")
         await self.evaluate_sets()
+        self.stop.evaluation_s = time.monotonic() - began
         end_early(self.config.controller, self.state, self.recorder)
 
     async def evaluate(self, split: Split, *, num_tasks: int | None = None, pass_at_k: int = 0) -> Evaluation:

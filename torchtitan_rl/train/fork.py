@@ -180,7 +180,7 @@ def _copy(parent: RunDir, run_dir: RunDir, point: ForkPoint) -> None:
     saved, copied = parent.checkpoints / point.checkpoint, run_dir.checkpoints / point.checkpoint
     size = checkpoint.read_state(saved)["metrics_bytes"]
     lines = parent.metrics_file.read_bytes()[:size]
-    if len(lines) < size or not lines.endswith(b"\n"):
+    if len(lines) < size or (size and not lines.endswith(b"\n")):
         raise ValueError(
             f"{parent.metrics_file}: its first {size} bytes are not the lines before {point.checkpoint}: the run went "
             "on from an earlier step since; fork at a later one"

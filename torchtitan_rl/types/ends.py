@@ -46,6 +46,8 @@ class StopRequest:
         if end := os.environ.get("SLURM_JOB_END_TIME", ""):
             self._limits["the Slurm job's time limit"] = now + float(end) - wall_clock()
         self._last = now
+        self.evaluation_s = 0.0
+        """Seconds that the last evaluations between steps took; who makes them sets it."""
 
     def ask(self, reason: str) -> None:
         """Makes the run stop after the present step."""
@@ -53,12 +55,14 @@ class StopRequest:
 
     def reason(self, *, step_goes_on: bool = False) -> str:
         """Why the run is to stop now; empty if it may go on. Call once after each step: the time since the last call is
-        the length of a step. `step_goes_on`: asks within a step, before its evaluations, and ends no step."""
+        the length of a step. `step_goes_on`: asks within a step, before its evaluations, and ends no step; what comes
+        next are evaluations, which may take longer than a step."""
         now = self._clock()
         step_s = now - self._last
         if not step_goes_on:
             self._last = now
         if self.failure or self.requested_reason:
             return str(self.failure or self.requested_reason)
-        over = (limit for limit, end in self._limits.items() if now + step_s > end)
+        next_s = max(step_s, self.evaluation_s) if step_goes_on else step_s
+        over = (limit for limit, end in self._limits.items() if now + next_s > end)
         return next((f"{limit} leaves no time for another step" for limit in over), "")

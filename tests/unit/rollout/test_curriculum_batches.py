@@ -138,3 +138,24 @@ def test_what_would_draw_without_counting_is_refused():
     ):
         with pytest.raises(ValueError, match="has a Curriculum inside, whose pass rates nothing would count"):
             check_batches(config(task))
+
+
+async def test_slots_whose_play_was_given_up_or_failed_are_due_again():
+    loop, whole = Loop(), Loop()
+    played = [draw.task.id for draw in (await whole.batches.next_batch()).draws]
+
+    class Hanging(SimpleNamespace):
+        async def play(self, draws, step):
+            if step == "fails":
+                raise RuntimeError("the reward raised")
+            await asyncio.sleep(60)
+
+    hanging = SynchronousBatches(
+        Hanging(config=SimpleNamespace(tasks_per_step=3)), loop.draws, state := SimpleNamespace(step="hangs")
+    )
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(hanging.next_batch(), 0.01)
+    state.step = "fails"
+    with pytest.raises(RuntimeError, match="the reward raised"):
+        await hanging.next_batch()
+    assert [draw.task.id for draw in (await loop.batches.next_batch()).draws] == played

@@ -57,6 +57,14 @@ async def test_a_rollout_without_the_text_that_the_reward_judges_is_refused(play
 
     await play(rewarded, task, policy("ab"), 1, reward=Family(), **CALL)
 
+    async def last_answer(task, policy, **keywords):
+        first, second = [await without_text(task, policy, **keywords) for _ in range(2)]
+        first.turns += second.turns
+        first.text = policy.text(second.turns[0].completion)
+        return first
+
+    await play(last_answer, task, policy("ab", ""), 1, reward=Family(), **CALL)  # whose text is empty
+
 
 async def test_a_workflow_that_is_not_awaited_is_named():
     def plain(task, policy, *, rollout_id, seed):

@@ -212,3 +212,15 @@ def test_families_that_it_cannot_draw_from_are_refused():
         Curriculum.Config(task=Mixture.Config(tasks={"a": Family(3)})).build()
     with pytest.raises(ValueError, match="0 tasks in family"):
         source_of(0)
+
+
+def test_tasks_that_nothing_has_counted_yet_are_still_left_out_after_a_resume():
+    """A supervised phase draws and counts nothing."""
+    source, again = source_of(40, explore=0.2), source_of(40, explore=0.2)
+    for _ in range(4):
+        source.next(5)
+    again.load_state_dict(json.loads(json.dumps(source.state_dict())))
+    assert [task.answer for task in source.next(15)] == [task.answer for task in again.next(15)]
+    state = source.state_dict()
+    del state["uncounted"]  # of an earlier version
+    again.load_state_dict(state)

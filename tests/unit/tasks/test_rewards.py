@@ -227,6 +227,18 @@ async def test_a_deadline_of_its_own_is_longer_or_shorter_than_the_runs():
         await judged(Limited(Flaky(wait_s=5.0), retries=0), "x", timeout_s=0.05)  # it has none: the run's
 
 
+async def test_the_deadline_counts_too_for_a_function_with_one_of_its_own():
+    class Patient:
+        async def __call__(self, task, completions):
+            await asyncio.sleep(5.0)
+
+        async def judged(self, task, completions, timeout_s, parts=None):
+            return await self(task, completions)
+
+    with pytest.raises(RuntimeError, match=r"Patient: gave no answer for task .* within 0.05 s; .* \(0 retries\)"):
+        await judged(Limited(Patient(), retries=0, timeout_s=0.05), "x", timeout_s=9.0)
+
+
 @pytest.mark.parametrize(
     "fields, message",
     [

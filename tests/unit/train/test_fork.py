@@ -161,6 +161,21 @@ def test_lines_that_were_cut_off_since_cannot_be_forked(parent, tmp_path):
     assert files(tmp_path) == before
 
 
+def test_a_checkpoint_before_the_first_line_of_metrics_can_be_forked(tmp_path):
+    run_dir = RunDir.create(tmp_path / "pretrained")
+    attempts.begin(run_dir, None)
+    plain = resolved(settled(run_config()))
+    run_dir.write_config(plain)
+    saved = run_dir.checkpoint_path(0)
+    checkpoint.begin(checkpoint.beside(saved))
+    checkpoint.write_json(checkpoint.beside(saved) / checkpoint.RUN_CONFIG, plain)
+    (checkpoint.beside(saved) / "model").mkdir()
+    checkpoint.commit(checkpoint.beside(saved), saved, {"step": 0, "metrics_bytes": 0, "kl_coef": 0.03}, {})
+    run_dir.log_metrics({"step": 1, "phase": "reinforcement", "reward/mean": 0.5})
+    fork = make_fork(*plan_fork(run_dir.path, 0, [], output_dir=str(tmp_path / "fork")))
+    assert fork.metrics_file.read_bytes() == b"" and fork.checkpoint_path(0).is_dir()
+
+
 def test_functions_of_a_users_file_need_the_file(parent, tmp_path, capsys):
     saved = parent.checkpoint_path(2)
     plain = json.loads((saved / checkpoint.RUN_CONFIG).read_text())

@@ -42,3 +42,15 @@ def test_the_end_of_a_slurm_job_is_a_limit(monkeypatch):
     assert stop.reason() == ""
     clock.now += 40
     assert stop.reason() == "the Slurm job's time limit leaves no time for another step"
+
+
+def test_evaluations_that_take_longer_than_a_step_are_begun_only_where_they_end_in_time(monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
+    clock = Clock(1000.0)
+    stop = StopRequest(0.1, clock=clock)  # 360 s
+    stop.evaluation_s = 300.0
+    clock.now += 50
+    assert stop.reason(step_goes_on=True) == stop.reason() == ""  # 50 s + 300 s; a step: 50 s + 50 s
+    clock.now += 20
+    assert stop.reason(step_goes_on=True) == "controller.max_hours=0.1 leaves no time for another step"  # 70 s + 300 s
+    assert stop.reason() == ""

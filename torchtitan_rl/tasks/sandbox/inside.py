@@ -319,7 +319,7 @@ class _Root:
             if len(directory) > _MAX_PATH:  # no program's; a place that this walk would not get to the end of
                 return self._max_bytes + 1, number
             try:
-                with os.scandir(directory) as entries:
+                with _readable(directory) as entries:
                     for entry in entries:
                         if entry.path in mounts:
                             continue
@@ -328,9 +328,19 @@ class _Root:
                             size, number = size + 512 * status.st_blocks, number + 1
                         if stat.S_ISDIR(status.st_mode):
                             directories.append(entry.path)
-            except OSError:  # it has gone, or is closed to this user, who then wrote nothing in it
+            except OSError:  # it has gone, or is another user's and closed to this one, who then wrote nothing in it
                 continue
         return size, number
+
+
+def _readable(directory: str) -> "os._ScandirIterator[str]":
+    """The entries of a directory. One of this user's own that the user has closed is opened: who cannot list a
+    directory may write files in it."""
+    try:
+        return os.scandir(directory)
+    except PermissionError:
+        os.chmod(directory, 0o700)  # of another user it raises PermissionError
+        return os.scandir(directory)
 
 
 def _read_some(descriptor: int, content: bytearray) -> bool:

@@ -275,9 +275,18 @@ def _parents() -> dict[int, int]:
 
 
 def _size(directory: Path) -> int:
-    """Bytes of a directory's files."""
+    """Bytes of a directory's files. A directory that its owner, this user, has closed is opened: who cannot list a
+    directory may write files in it."""
     size = 0
-    for at, _, files in os.walk(directory):
+
+    def open_again(error: OSError) -> None:
+        nonlocal size
+        if isinstance(error, PermissionError):
+            with suppress(OSError):
+                os.chmod(error.filename, 0o700)
+                size += _size(Path(error.filename))
+
+    for at, _, files in os.walk(directory, onerror=open_again):
         for name in files:
             with suppress(OSError):
                 size += os.lstat(os.path.join(at, name)).st_blocks * 512
