@@ -118,16 +118,16 @@ async def _leave_and_release_nothing(self: MeshSamplingClient, role: str, hurry:
 
 @asynccontextmanager
 async def _serving_without_a_wake_up(self: Replica, version: int | None) -> Any:
-    pinned = version is not None
+    kind = "unpinned" if version is None else "pinned"
     async with self._changed:
         await self._until(lambda: self._serves(version) or self._may_load(version))
         if not self._serves(version):
-            await self._load(version if pinned else self.versions.served)
-        self._in_flight[pinned] += 1
+            await self._load(self.versions.served if version is None else version)
+        self._in_flight[kind] += 1
     try:
         yield
     finally:
-        self._in_flight[pinned] -= 1
+        self._in_flight[kind] -= 1
 
 
 async def _pull_at_once(self: Replica, version: int) -> None:
@@ -144,7 +144,7 @@ async def _pull_while_a_request_loads(self: Replica, version: int) -> None:
     self._pulling = version
     try:
         async with self._fetched(version), self._changed:
-            await self._until(lambda: not self._in_flight[True])
+            await self._until(lambda: not self._in_flight["pinned"])
             previous = await self._switch(version)
     finally:
         self._pulling = None

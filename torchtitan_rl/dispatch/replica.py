@@ -74,8 +74,8 @@ class Replica:
         self.membership = Membership.MEMBER
         self.is_being_replaced = False
         """Whether the replica is lost and another is being started in its place."""
-        self._in_flight: Counter[bool] = Counter()
-        """The calls of `sample` under way: those for pinned requests under True."""
+        self._in_flight: Counter[str] = Counter()
+        """The calls of `sample` under way, those for `"pinned"` requests and those for `"unpinned"` ones."""
         self._pulling: int | None = None
         """The version that a pull is fetching."""
         self._pulled: int | None = None
@@ -138,7 +138,7 @@ class Replica:
             self._changed.notify_all()  # the version before serves unpinned requests from now on
         try:
             async with self._fetched(version), self._changed:  # even the held one: it may have been published again
-                await self._until(lambda: not self._in_flight[True])
+                await self._until(lambda: not self._in_flight["pinned"])
                 previous = await self._switch(version)
                 self._pulled = version
         except BaseException:
@@ -153,7 +153,7 @@ class Replica:
     async def load_hf(self, directory: str, version: int) -> None:
         """Loads the weights of a Hugging Face directory, after all pinned requests have ended. Raises ReplicaLost."""
         async with self._changed:
-            await self._until(lambda: not self._in_flight[True])
+            await self._until(lambda: not self._in_flight["pinned"])
             await self._fetch(GeneratorOperations.fetch_hf, directory, version)
             await self._switch(version)
 
@@ -237,18 +237,18 @@ class Replica:
                 raise ReplicaLost(self.lost)
             yield
             return
-        pinned = version is not None
+        kind = "unpinned" if version is None else "pinned"
         async with self._changed:
             await self._until(lambda: self._serves(version) or self._may_load(version))
             if not self._serves(version):
-                await self._load(version if pinned else self.versions.served)
-            self._in_flight[pinned] += 1
+                await self._load(self.versions.served if version is None else version)
+            self._in_flight[kind] += 1
         try:
             yield
         finally:
             async with self._changed:
-                self._in_flight[pinned] -= 1
-                if not self._in_flight[pinned]:
+                self._in_flight[kind] -= 1
+                if not self._in_flight[kind]:
                     self._changed.notify_all()  # waiters wait for the last request of a kind
 
     def _serves(self, version: int | None) -> bool:
@@ -262,7 +262,7 @@ class Replica:
     def _may_load(self, version: int | None) -> bool:
         """Whether a request may load its version: requests under way allow it, and no pull is about to load it."""
         pulled = self._pulling == (self.versions.served if version is None else version)
-        blocked = self._in_flight[True] or (version is not None and self._in_flight[False])
+        blocked = self._in_flight["pinned"] or (version is not None and self._in_flight["unpinned"])
         return not (pulled or blocked)
 
     async def _until(self, condition: Callable[[], bool]) -> None:

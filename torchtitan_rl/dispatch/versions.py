@@ -199,7 +199,7 @@ class PolicyVersions:
             if not_finite := await asyncio.to_thread(_fill, payload, manifest, tensors, self._config.verify):
                 raise WeightsNotFinite(NotFinite(version=version, tensor=not_finite))
             await self._store.publish(manifest, payload, handle="")
-            self._holders[version] = Counter()
+            self._holders.setdefault(version, Counter())  # the trainer may have published it meanwhile, for a holder
         self.pin(version, holder)
 
     async def _check_base(self, file: Path, base: str) -> None:

@@ -272,9 +272,11 @@ class ActorLauncher(MeshLauncher):
         replica = self._replicas[role]
         if replica.processes is None:
             raise RuntimeError(f"{role}: was stopped, so nothing replaces it; start a replica with another name")
+        are_known = role in self._role_pids  # not those of a replacement that failed before it said them
         self._forget_processes(role, replica.processes)
-        if self.hosts.attached:  # the processes belong to the workers of their hosts
+        if self.hosts.attached or not are_known:  # attached: they belong to the workers of their hosts
             await self._stop_in_order(role, replica.processes, "lost")
+        if self.hosts.attached:
             for index in replica.place.hosts:
                 if index not in self.hosts.joined:  # those are there: `_host_gone` has looked
                     await self.hosts.await_back(index, JOIN_S)

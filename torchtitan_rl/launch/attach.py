@@ -104,8 +104,8 @@ class Hosts:
         reached within `timeout_s`."""
         if not self.own:
             raise ValueError(
-                f"hosts={worker}: the run's processes listen on this machine alone; begin the run with --hosts and the "
-                "address of a worker on each of its machines, or as a job of Slurm"
+                f"hosts={worker}: the run's processes listen on this machine alone, or are a job of Kubernetes; begin "
+                "the run with --hosts and the address of a worker on each of its machines, or as a job of Slurm"
             )
         present = [f"tcp://{self.hosts[index].address}" for index in self.present()]
         if worker in present:

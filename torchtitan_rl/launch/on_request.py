@@ -71,8 +71,8 @@ async def _problem(replicas: Replicas | None, hosts: JoinedHosts | None, request
         )
     if workers and hosts is None:
         return (
-            f"{wish}: the run's processes listen on this machine alone; begin the run with --hosts and the address of "
-            "a worker on each of its machines, or as a job of Slurm"
+            f"{wish}: the run's processes listen on this machine alone, or are a job of Kubernetes; begin the run with "
+            "--hosts and the address of a worker on each of its machines, or as a job of Slurm"
         )
     try:
         if hosts is None or not workers:

@@ -56,7 +56,11 @@ class Replicas:
                 await self._end_last(self.number - number)
 
     async def add(self, number: int, *, host: int | None = None) -> None:
-        """Starts so many replicas, on the host of that index or on any. Raises as `scale` does."""
+        """Starts so many replicas, on the host of that index or on any; they may have the devices of lost ones that
+        nothing replaces. Raises as `scale` does."""
+        working = self._client.working()
+        lost = [role for role, how in self._client.health().items() if how != "healthy" and role not in working]
+        await asyncio.gather(*map(self._stop, lost))
         taken = self._client.health().keys() | self._starting  # a lost replica keeps its name
         free = (role for index in count() if (role := f"generator-{index}") not in taken)
         roles = list(islice(free, number))

@@ -72,6 +72,7 @@ _REQUEUE = """\
 # where it came because of the time limit, the job would come no further the next time.
 can_go_on=$((status == {preempted} || status == 143 && !late))
 may_try_again=$((status != 0 && ${{SLURM_RESTART_COUNT:-0}} < {max_restarts}))
+if [[ -e {ended} ]]; then may_try_again=0; fi  # a restart cannot mend why the run ended
 if (((can_go_on || may_try_again) && !slurm_ends_it)); then scontrol requeue "{job_id}"; fi
 """
 
@@ -135,7 +136,8 @@ def _text(job: SlurmJob, start: str) -> str:
     job_id = _TASK_ID if job.num_tasks else _JOB_ID
     signals, again = _SIGNALS.format(job_id=job_id), ""
     if job.requeue:
-        again = _REQUEUE.format(preempted=PREEMPTED_STATUS, max_restarts=job.max_restarts, job_id=job_id)
+        ended = shlex.quote(str(job.directory.absolute() / "ended.json"))
+        again = _REQUEUE.format(preempted=PREEMPTED_STATUS, max_restarts=job.max_restarts, job_id=job_id, ended=ended)
     return "\n".join([*_head(job), f"{signals}{start}{_WAIT}{again}exit $status", ""])
 
 

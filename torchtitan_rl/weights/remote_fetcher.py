@@ -18,7 +18,8 @@ from torchtitan_rl.weights.staging import Staging
 __all__ = ["RemoteFetcher"]
 
 Get = Callable[[str], Awaitable[Any]]
-_REPUBLISH_WAIT_S = 2.0
+_REPUBLISH_WAIT_S = 60.0
+"""A publication frees its segments first, and its manifest comes last, when all ranks have written all bytes."""
 
 
 class RemoteFetcher:
@@ -51,7 +52,7 @@ class RemoteFetcher:
 
 
 async def _published_again(manifest: PieceManifest, get: Get, key: str) -> PieceManifest | None:
-    """The newer publication of the version; None when none appears within `_REPUBLISH_WAIT_S`."""
+    """The newer publication of the version; None once the store has none, or after `_REPUBLISH_WAIT_S`."""
     end = time.monotonic() + _REPUBLISH_WAIT_S
     while time.monotonic() < end:
         try:

@@ -57,7 +57,11 @@ async def test_who_cuts_off_every_connection_is_no_worker(worker):
 @pytest.mark.parametrize(
     "worker, own, expected",
     [
-        ("tcp://10.0.0.2:1", "", "hosts=tcp://10.0.0.2:1: the run's processes listen on this machine alone; begin the"),
+        (
+            "tcp://10.0.0.2:1",
+            "",
+            "hosts=tcp://10.0.0.2:1: the run's processes listen on this machine alone, or are a job",
+        ),
         ("tcp://10.0.0.1:1", "10.0.0.9", "hosts=tcp://10.0.0.1:1: is a host of the run already"),
         ("10.0.0.2:1", "10.0.0.9", "hosts='10.0.0.2:1': is not the address of a worker; write tcp://HOST:PORT"),
         ("tcp://127.0.0.2:1", "10.0.0.9", "hosts=tcp://127.0.0.2:1: resolves to 127.0.0.2, the loopback of this host"),

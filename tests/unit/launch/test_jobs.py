@@ -102,6 +102,19 @@ def test_which_ends_are_queued_again(status, restarts, known, again):
     assert (done.returncode, done.stdout, done.stderr) == (status, "requeue 12\n" if again else "", "")
 
 
+def test_a_run_that_ended_for_good_is_not_queued_again(tmp_path):
+    run = tmp_path / "a run"
+    run.mkdir()
+    text = script(job(max_restarts=2, directory=run), ["a.py"])
+    _, end = text.split("# a trap ends `wait` before the run has ended\n")
+    said = f"scontrol() {{ echo $*; }}\nstatus=1 late=0 slurm_ends_it=0\n{end}"
+    environment = os.environ | {"SLURM_JOB_ID": "12"}
+    for output in ("requeue 12\n", ""):
+        done = subprocess.run(["bash"], input=said, env=environment, capture_output=True, text=True)
+        assert (done.returncode, done.stdout, done.stderr) == (1, output, "")
+        (run / "ended.json").touch()
+
+
 def test_a_task_of_an_array_signals_and_queues_itself_and_not_the_array():
     text = array_script(job(num_hosts=1, num_tasks=3), ["a.py"], [0, 7, 3])
     said = """

@@ -196,7 +196,7 @@ async def test_a_version_that_is_published_again_meanwhile_is_fetched_as_it_is_n
     older = trainers(5)
     newer = trainers(5)
     monkeypatch.setenv(HOST_ADDRESS, "127.0.0.9")
-    offered = iter((older, newer))  # the pieces are offered first
+    offered = iter((older, older, newer))  # the pieces are offered first
 
     async def get(key):
         assert key == "5/manifest"

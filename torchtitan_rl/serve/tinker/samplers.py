@@ -180,6 +180,8 @@ class Versions:
                             raise user(f"version={version}: its checkpoint was deleted; sample from another one")
                         await self._require_intact(version, entry)
                         await self._versions.publish_file(version, entry.file, _HOLDER)
+                        if version in self._published:  # by `publish`, meanwhile
+                            await self._versions.release(version, _HOLDER)
                         self._published[version] = None
                 await self._make_room()
             self._published.move_to_end(version)

@@ -236,3 +236,31 @@ async def test_a_damaged_file_is_a_fault_of_the_request_and_is_never_published(t
     checkpoint, spooled = messages
     assert "weights.safetensors: its checksum is" in checkpoint and "version=1: its file is damaged" in spooled
     assert "was saved without checksums by an older server" in caplog.text
+
+
+async def test_a_version_that_is_published_while_its_file_is_read_is_held_once(tmp_path):
+    class Reading(Store):
+        reading = None
+
+        async def publish_file(self, version, file, holder):
+            if self.reading is not None:
+                await self.reading()
+            await super().publish_file(version, file, holder)
+
+    store = Reading()
+    versions = Versions(store, max_published=1, max_spooled=9, spool=tmp_path / "spool")
+    for store.next in (1, 2):
+        await published(versions)
+
+    publishing = []
+
+    async def publish_meanwhile():
+        store.next = 1
+        publishing.append(asyncio.ensure_future(published(versions)))
+        await asyncio.sleep(0.01)
+
+    store.reading = publish_meanwhile
+    async with versions.published(1):
+        assert store.holders[1] == 1
+    await asyncio.gather(*publishing)
+    assert store.holders == {1: 1}
