@@ -428,8 +428,8 @@ def check_arguments(setting: str, function: Callable, arguments: dict[str, float
 
 
 def _uses_estimators(algorithm: AlgorithmConfig, roles: RolesConfig) -> bool:
-    given = algorithm.asks_teacher or algorithm.precomputed_advantages == "require"
-    return roles.critic is None and not algorithm.teacher_trains_alone and not given
+    precomputed = algorithm.asks_teacher or algorithm.precomputed_advantages == "require"
+    return roles.critic is None and not algorithm.teacher_trains_alone and not precomputed
 
 
 def _check_subsets(setting: str, estimator: Callable, algorithm: AlgorithmConfig) -> None:
