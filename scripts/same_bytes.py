@@ -128,6 +128,8 @@ def rollouts(run: Path) -> list[dict[str, str]]:
     records = list(read_rollouts(RunDir(run)))
     for sequence in (sequence for record in records for sequence in record["sequences"] or ()):
         del sequence["turns"]  # which older versions of the package do not record; tokens and masks say the same
+    for turn in (turn for record in records for turn in record["turns"] or ()):
+        del turn["seed"], turn["extends"]  # neither do they record these
     return [{k: repr(value) for k, value in record.items()} for record in records]
 
 

@@ -115,6 +115,12 @@ class MeshSamplingClient(SamplingClient):
         staying = [replica for replica in self._replicas if replica.membership is Membership.MEMBER]
         return [replica.mesh.role for replica in staying if replica.lost is None or self._repair is not None]
 
+    def abandoned(self) -> list[str]:
+        """Roles of lost replicas that nothing replaces."""
+        working = self.working()
+        lost = [replica.mesh.role for replica in self._members() if replica.lost is not None]
+        return [role for role in lost if role not in working]
+
     def serving(self) -> list[str]:
         """Roles of the replicas that get requests."""
         return [self._replicas[index].mesh.role for index in self._serving_indices]

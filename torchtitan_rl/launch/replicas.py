@@ -58,9 +58,7 @@ class Replicas:
     async def add(self, number: int, *, host: int | None = None) -> None:
         """Starts so many replicas, on the host of that index or on any; they may have the devices of lost ones that
         nothing replaces. Raises as `scale` does."""
-        working = self._client.working()
-        lost = [role for role, how in self._client.health().items() if how != "healthy" and role not in working]
-        await asyncio.gather(*map(self._stop, lost))
+        await asyncio.gather(*map(self._stop, self._client.abandoned()))
         taken = self._client.health().keys() | self._starting  # a lost replica keeps its name
         free = (role for index in count() if (role := f"generator-{index}") not in taken)
         roles = list(islice(free, number))
