@@ -28,6 +28,7 @@ __all__ = [
     "missing_grouped_mm",
     "experts_ask_the_host",
     "logprob_chunk_bytes",
+    "microbatch_tokens",
     "has_logprob_kernels",
     "has_fused_layers",
     "adapt_parallel_model",
@@ -165,6 +166,12 @@ def logprob_chunk_bytes(mib: int, device: str | None = None) -> int:
     """Bytes of float32 logits in one chunk for a `logprob_chunk_mib`; 0 MiB stands for the default of `device`
     (`"cpu"` or `"cuda"`; None: this machine's device)."""
     return (mib or (512 if (device or device_type()) == "cuda" else 128)) * 2**20
+
+
+def microbatch_tokens(tokens: int, device: str | None = None) -> int:
+    """Tokens of a microbatch at most for a `max_tokens_per_microbatch`; 0 stands for the default of `device` (`"cpu"`
+    or `"cuda"`; None: this machine's device)."""
+    return tokens or (8192 if (device or device_type()) == "cuda" else 4096)
 
 
 def has_logprob_kernels(hidden: torch.Tensor) -> bool:

@@ -141,7 +141,7 @@ QUICKSTART = """
 - sampling.max_tokens: 12, not 512
 - trainer.optimizer.lr: 0.001, not 1e-05
 - trainer.optimizer.betas: (0.9, 0.99), not (0.9, 0.95)
-- trainer.max_tokens_per_microbatch: 16384, not 8192
+- trainer.max_tokens_per_microbatch: 16384, not 0
 - trainer.training.seq_len: 64, not 0
 - generator.dtype: "float32", not "bfloat16"
 - generator.max_model_len: 64, not 0

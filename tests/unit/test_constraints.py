@@ -72,8 +72,11 @@ def test_a_field_of_an_evaluation_set_of_a_role_and_of_torchtitan_has_its_whole_
     message = "controller.eval_sets.hard.correct_reward=inf: is not finite; give a number, or None"
     assert refusal(validate, config) == message
     config.controller.eval_sets = {}
-    config.roles.critic = rl.RoleConfig(trainer=rl.TrainerConfig(max_tokens_per_microbatch=0))
-    assert refusal(validate, config) == "roles.critic.trainer.max_tokens_per_microbatch=0: must be at least 1"
+    config.roles.critic = rl.RoleConfig(trainer=rl.TrainerConfig(max_tokens_per_microbatch=-1))
+    message = (
+        "roles.critic.trainer.max_tokens_per_microbatch=-1: must not be negative; use 0 for the device's own number"
+    )
+    assert refusal(validate, config) == message
     config.roles.critic = rl.RoleConfig(trainer=rl.TrainerConfig(lora=rl.LoRAConfig(target_modules=["k_proj"])))
     assert refusal(validate, config).startswith("roles.critic.trainer.lora.target_modules='k_proj': query, key and")
     config.roles.critic = rl.RoleConfig(trainer=rl.TrainerConfig())

@@ -133,6 +133,13 @@ def test_chunks_of_logits_are_larger_on_a_gpu_unless_their_size_is_given(gpu):
     assert (platform.logprob_chunk_bytes(0), platform.logprob_chunk_bytes(3)) == (512 * 2**20, 3 * 2**20)
 
 
+def test_microbatches_are_larger_on_a_gpu_unless_their_size_is_given(gpu):
+    assert [platform.microbatch_tokens(tokens) for tokens in (0, 100)] == [4096, 100]
+    assert platform.microbatch_tokens(0, "cuda") == 8192  # of a rehearsal's hosts, which this machine is not
+    gpu((9, 0))
+    assert [platform.microbatch_tokens(tokens) for tokens in (0, 100)] == [8192, 100]
+
+
 def test_items_are_worked_on_in_threads_and_their_results_are_in_order():
     before = torch.get_num_threads()
 

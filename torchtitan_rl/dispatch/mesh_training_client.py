@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from torchtitan_rl import platform
 from torchtitan_rl.actors.operations import VALUE_ROLES, Operation, TrainerOperations
 from torchtitan_rl.dispatch.microbatches import check_alike, check_lengths, filler, pack, plan_microbatches
 from torchtitan_rl.dispatch.placement import Placement
@@ -55,10 +56,12 @@ class MeshTrainingClient(TrainingClient):
         placement: Placement | None = None,
         prefix_cost: PrefixCost | None = None,
     ):
-        """`placement` gives the role its turns on shared devices; None: no role shares devices. `prefix_cost` chooses
-        the siblings that compute their prompt together; None: every datum is computed whole."""
+        """`max_tokens_per_microbatch`: see `TrainerConfig`. `placement` gives the role its turns on shared devices;
+        None: no role shares devices. `prefix_cost` chooses the siblings that compute their prompt together; None: every
+        datum is computed whole."""
         self._mesh, self._placement = mesh, placement
-        self._max_tokens, self._max_datum_tokens = max_tokens_per_microbatch, max_datum_tokens
+        self._max_tokens = platform.microbatch_tokens(max_tokens_per_microbatch)
+        self._max_datum_tokens = max_datum_tokens
         self._temperature, self._vocab_size = temperature, vocab_size
         self._prefix_cost = prefix_cost
 

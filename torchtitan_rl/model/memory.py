@@ -159,7 +159,7 @@ def working_parts(
     """
     compute, parallel = _BYTES[config.training.mixed_precision_param], config.parallelism
     tp, tied = parallel.tensor_parallel_degree, shape.tie_embeddings
-    tokens = max(config.max_tokens_per_microbatch, config.training.seq_len)
+    tokens = max(platform.microbatch_tokens(config.max_tokens_per_microbatch, device), config.training.seq_len)
     table = shape.vocab_size * shape.dim // tp
     layer = (shape.num_parameters - shape.vocab_size * shape.dim * (1 if tied else 2)) // shape.n_layers // tp
     all_logits = tokens * shape.vocab_size * 4 // tp

@@ -673,7 +673,7 @@ def test_a_boolean_may_be_written_either_way():
         ("trainer.optimizer.lr", "-1"),
         ("sampling.max_prompt_tokens", "-5"),
         ("controller.num_steps", "-5"),
-        ("trainer.max_tokens_per_microbatch", "0"),
+        ("trainer.max_tokens_per_microbatch", "-1"),
         ("controller.eval_tasks", "0"),
         ("task.min_letters", "9"),
     ],

@@ -87,7 +87,7 @@ def rehearse(
     rehearsal.seats = seats(meshes(config), placed, len(hosts))
     device = "cuda" if hosts[0].devices else "cpu"
     _rehearse_memory(rehearsal, config, hosts, placed, device)
-    rehearsal.work = batch_work(config, completion_tokens)
+    rehearsal.work = batch_work(config, completion_tokens, device=device)
     _rehearse_traffic(rehearsal, config, placed, device)
     if device == "cuda" and not rehearsal.unknown:
         sync = max([0, *rehearsal.links[SYNC].between.values(), *rehearsal.taken.values()])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torchtitan_rl import platform
 from torchtitan_rl.config.meshes import TrainerConfig
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.dispatch.microbatches import plan_microbatches
@@ -36,9 +37,9 @@ class BatchWork:
     optimizer_steps: int
 
 
-def batch_work(config: RunConfig, completion_tokens: int = 0) -> BatchWork:
+def batch_work(config: RunConfig, completion_tokens: int = 0, *, device: str = "cuda") -> BatchWork:
     """A settled config's batch of single-turn rollouts, every prompt at `sampling.max_prompt_tokens`, every completion
-    at `completion_tokens` (0: at `sampling.max_tokens`). Filters leave nothing out."""
+    at `completion_tokens` (0: at `sampling.max_tokens`), on trainers of `device`. Filters leave nothing out."""
     algorithm, sampling = config.algorithm, config.sampling
     completion = completion_tokens or sampling.max_tokens
     length = sampling.max_prompt_tokens + completion - 1  # the last token is a target only
@@ -49,12 +50,12 @@ def batch_work(config: RunConfig, completion_tokens: int = 0) -> BatchWork:
         work = roles[role] = RoleWork()
         if role in ("policy", "critic"):
             for number in minibatches * algorithm.num_epochs:
-                count, tokens = _microbatches(trainer, [length] * number)
+                count, tokens = _microbatches(trainer, [length] * number, device)
                 work.trained, work.trained_tokens = work.trained + count, work.trained_tokens + tokens
                 if role == "policy" and algorithm.recompute_logprobs_per_minibatch:
                     work.scored, work.scored_tokens = work.scored + count, work.scored_tokens + tokens
         if role != "policy" or algorithm.scores_each_batch:
-            count, tokens = _microbatches(trainer, [length] * sum(minibatches))
+            count, tokens = _microbatches(trainer, [length] * sum(minibatches), device)
             work.scored, work.scored_tokens = work.scored + count, work.scored_tokens + tokens
     return BatchWork(
         roles=roles,
@@ -65,9 +66,9 @@ def batch_work(config: RunConfig, completion_tokens: int = 0) -> BatchWork:
     )
 
 
-def _microbatches(trainer: TrainerConfig, lengths: list[int]) -> tuple[int, int]:
+def _microbatches(trainer: TrainerConfig, lengths: list[int], device: str) -> tuple[int, int]:
     """(number of microbatches, tokens of the fullest rank), as the client will plan them."""
     parallel = trainer.parallelism
     ranks = parallel.data_parallel_replicate_degree * parallel.data_parallel_shard_degree
-    plan = plan_microbatches(lengths, ranks, trainer.max_tokens_per_microbatch)
+    plan = plan_microbatches(lengths, ranks, platform.microbatch_tokens(trainer.max_tokens_per_microbatch, device))
     return len(plan[0]), max(sum(lengths[index] for batch in share for index in batch) for share in plan)
