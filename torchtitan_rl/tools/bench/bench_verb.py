@@ -40,7 +40,7 @@ _READ_BY = {
     "size": (_SIZE, _WITH_MODEL),
     "dtypes": (DTYPES, _WITH_MODEL),
     "lengths": (LENGTHS, ("generate", "train", "step")),
-    "floors": (None, ("generate",)),
+    "floors": (None, ("generate", "train")),
     "against": ("", ("startup",)),
     "floor_python": ("", ("step",)),
 }
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--floors",
         type=_of(tuple(generation.FLOORS)),
         metavar="F,...",
-        help="of generate; default: eager, and compiled where there is a C++ compiler",
+        help="of generate and train; default: eager, and compiled where there is a C++ compiler",
     )
     parser.add_argument(
         "--lengths",
@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         check_device(args.device)
-        if "compiled" in args.floors and "generate" in args.subjects:
+        if "compiled" in args.floors and {"generate", "train"} & set(args.subjects):
             check_compiler()
         if "memory" in args.subjects:
             check_counts_memory(args.device)
@@ -237,7 +237,9 @@ def _generate(workloads, args, scratch, note) -> Sequence[Result]:
 
 def _train(workloads, args, scratch, note) -> Sequence[Result]:
     lengths = SHORT_TRAINING if args.short else args.lengths
-    return training.measure_training(workloads[0], lengths, args.repeats, scratch, note)
+    return training.measure_training(
+        workloads[0], lengths, args.repeats, scratch, note, compiled="compiled" in args.floors
+    )
 
 
 def _sync(workloads, args, scratch, note) -> Sequence[Result]:

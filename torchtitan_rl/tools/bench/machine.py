@@ -16,7 +16,7 @@ from torchtitan_rl.tools.bench.measurement import OURS, OURS_COMPILED
 from torchtitan_rl.tools.bench.memory_use import process_memory
 from torchtitan_rl.tools.bench.stepping import LAGS, TRL
 from torchtitan_rl.tools.bench.syncing import MEMCPY
-from torchtitan_rl.tools.bench.training import TORCH
+from torchtitan_rl.tools.bench.training import TORCH, TORCH_COMPILED
 from torchtitan_rl.tools.bench.workload import Workload
 
 __all__ = [
@@ -110,7 +110,8 @@ def needed_bytes(subject: str, workload: Workload, *, floors: Sequence[str]) -> 
         return sides | {floor: alone + (_COMPILING_BYTES if floor == COMPILED else 0) for floor in floors}
     training = process + sum(trainer.values())
     if subject == "train":
-        return {OURS: training, TORCH: training}
+        compiled = dict.fromkeys((OURS_COMPILED, TORCH_COMPILED), training + _COMPILING_BYTES)
+        return {OURS: training, TORCH: training} | (compiled if COMPILED in floors else {})
     whole_run = 2 * process + training + sum(engine.values()) + 3 * engine["weights"]  # two versions are published
     if subject in ("scale", "memory"):
         return {OURS: whole_run}

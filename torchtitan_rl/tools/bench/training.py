@@ -2,13 +2,15 @@
 
 Both take one optimizer step on the same tokens with the same loss, PPO's clipped surrogate, and begin with the same
 weights. The bare loop has transformers' model, sorts sequences by length into padded microbatches, and has torch's
-fused AdamW. Ours packs sequences without padding, and sends data and log-probabilities between two processes.
+fused AdamW. Ours packs sequences without padding, and sends data and log-probabilities between two processes. Where
+compiled sides are asked for, each side runs eager and by torch.compile.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -27,15 +29,15 @@ from torchtitan_rl.dispatch.mesh_training_client import MeshTrainingClient
 from torchtitan_rl.launch.actors import ActorLauncher
 from torchtitan_rl.tools.bench.controlled import CLIP, LR, MAX_NORM
 from torchtitan_rl.tools.bench.generation import CALL_S
-from torchtitan_rl.tools.bench.measurement import OURS, Measurement, Repeat
+from torchtitan_rl.tools.bench.measurement import OURS, OURS_COMPILED, Measurement, Repeat
 from torchtitan_rl.tools.bench.side import Once, OpenSide, in_turn, opened
 from torchtitan_rl.tools.bench.step_parts import StepRecorder, step_parts
 from torchtitan_rl.tools.bench.workload import PROMPT_TOKENS, Lengths, Workload
 from torchtitan_rl.types import Datum
 
-__all__ = ["TORCH", "BareTrainer", "bare_torch", "measure_training", "training_batch"]
+__all__ = ["TORCH", "TORCH_COMPILED", "BareTrainer", "bare_torch", "measure_training", "training_batch"]
 
-TORCH = "bare torch"
+TORCH, TORCH_COMPILED = "bare torch", "bare torch compiled"
 _MICROBATCHES = (8, 16, 32)
 """Sequences of a padded microbatch that the bare loop tries; it keeps the fastest."""
 _LOGITS_BYTES = 2**29
@@ -43,27 +45,37 @@ _LOGITS_BYTES = 2**29
 
 
 def measure_training(
-    workload: Workload, all_lengths: Sequence[Lengths], repeats: int, scratch: Path, note: Callable[[str], None]
+    workload: Workload,
+    all_lengths: Sequence[Lengths],
+    repeats: int,
+    scratch: Path,
+    note: Callable[[str], None],
+    *,
+    compiled: bool,
 ) -> list[Measurement]:
-    """A measurement per distribution of lengths; amounts are trained tokens, without those of prompts."""
-    model, timeline = scratch / "model", scratch / "timeline"
+    """A measurement per distribution of lengths; amounts are trained tokens, without those of prompts. `compiled`: both
+    sides also run compiled, and of each the faster one counts."""
+    model = scratch / "model"
     workload.write_model(model)
     sides: dict[str, OpenSide] = {
-        OURS: partial(_ours, workload, model, timeline),
+        OURS: partial(_ours, workload, model, scratch / OURS, compiled=False),
         TORCH: partial(bare_torch, workload, model),
     }
+    if compiled:
+        sides[OURS_COMPILED] = partial(_ours, workload, model, scratch / OURS_COMPILED, compiled=True)
+        sides[TORCH_COMPILED] = partial(bare_torch, workload, model, compiled=True)
     note(f"starting {', '.join(sides)}")
     with opened(sides, scratch / "logs") as processes:
         measured = in_turn(processes, all_lengths, repeats, note)
-    return [
-        Measurement(
-            name=f"train {workload.size} {workload.dtype} {lengths}",
-            unit="tokens",
-            sides=measured_sides,
-            parts=step_parts(timeline, [repeat.step for repeat in measured_sides[OURS]]),
+    measurements = []
+    for lengths, measured_sides in measured.items():
+        measurement = Measurement(
+            name=f"train {workload.size} {workload.dtype} {lengths}", unit="tokens", sides=measured_sides
         )
-        for lengths, measured_sides in measured.items()
-    ]
+        steps = [repeat.step for repeat in measurement.sides[measurement.best]]
+        measurement.parts = step_parts(scratch / measurement.best, steps)
+        measurements.append(measurement)
+    return measurements
 
 
 def training_batch(workload: Workload, lengths: Lengths, repeat: int) -> list[Datum]:
@@ -85,10 +97,12 @@ def training_batch(workload: Workload, lengths: Lengths, repeat: int) -> list[Da
 
 
 @asynccontextmanager
-async def _ours(workload: Workload, model: Path, timeline: Path) -> AsyncIterator[Once]:
+async def _ours(workload: Workload, model: Path, timeline: Path, *, compiled: bool) -> AsyncIterator[Once]:
     """The policy's trainer as a run has it, and its client in this process."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(model.parent / "compiled")
     recorder = StepRecorder(timeline)
     config = TrainerConfig(optimizer=AdamWConfig(lr=LR))
+    config.compile.enable = compiled
     config.training.seq_len, config.training.mixed_precision_param = workload.context, workload.dtype
     config.training.max_norm = MAX_NORM
     launcher = ActorLauncher(log_dir=None, start_timeout_s=CALL_S, call_timeout_s=CALL_S)
@@ -117,9 +131,10 @@ async def _ours(workload: Workload, model: Path, timeline: Path) -> AsyncIterato
 
 
 @asynccontextmanager
-async def bare_torch(workload: Workload, model: Path) -> AsyncIterator[Once]:
+async def bare_torch(workload: Workload, model: Path, *, compiled: bool = False) -> AsyncIterator[Once]:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(model.parent / "compiled")
     platform.set_threads(0)
-    trainer = BareTrainer(workload, model)
+    trainer = BareTrainer(workload, model, compiled=compiled)
     sizes: dict[Lengths, int] = {}
 
     async def once(lengths: Lengths, repeat: int) -> Repeat:
@@ -135,7 +150,7 @@ async def bare_torch(workload: Workload, model: Path) -> AsyncIterator[Once]:
 class BareTrainer:
     """A model of transformers with float32 parameters, and AdamW. In bfloat16 it computes under autocast."""
 
-    def __init__(self, workload: Workload, directory: Path) -> None:
+    def __init__(self, workload: Workload, directory: Path, *, compiled: bool = False) -> None:
         from transformers import AutoModelForCausalLM
 
         self.device = platform.local_device(0)
@@ -145,6 +160,8 @@ class BareTrainer:
                 str(directory), dtype=torch.float32, attn_implementation="sdpa"
             )
         self._model: Any = model.train().to(self.device)
+        if compiled:
+            self._model.compile()
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LR, weight_decay=0.0, fused=True)
         self.loss = 0.0
         """Of the last step."""
@@ -152,7 +169,8 @@ class BareTrainer:
     def fastest_size(self, batch: list[Datum]) -> int:
         """The number of sequences in a microbatch with which a step takes least."""
         sizes = [size for size in _MICROBATCHES if size <= len(batch)] or [len(batch)]
-        self.step(batch, sizes[-1])  # allocates memory and the optimizer's moments
+        for size in sizes:
+            self.step(batch, size)  # allocates memory and the optimizer's moments, or compiles
         return min(sizes, key=lambda size: self.step(batch, size))
 
     def step(self, batch: list[Datum], size: int) -> float:

@@ -35,7 +35,7 @@ def nothing_starts(monkeypatch):
         (["startup", "--dtypes", "bfloat16"], "--dtypes=bfloat16: is for generate, train, sync, step, scale, memory;"),
         (["scale", "--lengths", "skewed"], "--lengths=skewed: is for generate, train, step"),
         (["sync", "--lengths", "skewed"], "--lengths=skewed: is for generate, train, step"),
-        (["train", "--floors", "eager"], "--floors=eager: is for generate; name one of these, or leave it out"),
+        (["sync", "--floors", "eager"], "--floors=eager: is for generate, train; name one of these, or leave it out"),
         (["generate", "startup", "--against", "/nowhere"], "--against='/nowhere': has no torchtitan_rl/assets/quick"),
         (["startup", "--against", "/nowhere"], "--against='/nowhere': has no torchtitan_rl/assets/quickstart.py"),
         (["sync", "--short"], "--short: has no stored ratio for sync"),
@@ -79,7 +79,11 @@ def test_too_little_memory_is_refused_with_numbers(subject, capsys, monkeypatch)
     "words, calls",
     [
         (["sync"], ["sync float32", "sync bfloat16"]),
-        (["train", "sync", "--dtypes", "bfloat16"], ["train bfloat16 fixed,skewed", "sync bfloat16"]),
+        (
+            ["train", "sync", "--dtypes", "bfloat16", "--floors", "eager"],
+            ["train bfloat16 fixed,skewed", "sync bfloat16"],
+        ),
+        (["train", "--dtypes", "bfloat16", "--floors", "eager,compiled"], ["train bfloat16 fixed,skewed and compiled"]),
         (["generate", "train", "--short"], ["generate 3m float32 fixed,skewed vLLM eager", "train float32 skewed"]),
         (
             ["generate", "--family", "qwen3,llama3", "--dtypes", "float32", "--floors", "eager"],
@@ -101,14 +105,15 @@ def test_each_subject_is_measured_in_each_dtype(words, calls, monkeypatch, capsy
         made.append(f"generate {names} {workloads[0].dtype} {','.join(lengths)} {','.join(floors)}")
         return []
 
-    def train(workload, lengths, *arguments):
-        made.append(f"train {workload.dtype} {','.join(lengths)}")
+    def train(workload, lengths, *arguments, compiled):
+        made.append(f"train {workload.dtype} {','.join(lengths)}{' and compiled' if compiled else ''}")
         return []
 
     def sync(workload, *arguments):
         made.append(f"sync {workload.dtype}")
         return []
 
+    monkeypatch.setattr(platform, "missing_compiler", lambda: "")
     monkeypatch.setattr(generation, "measure_generation", generate)
     monkeypatch.setattr(training, "measure_training", train)
     monkeypatch.setattr(syncing, "measure_sync", sync)
@@ -121,7 +126,7 @@ def test_a_subject_that_fails_loses_none_that_was_measured_before(monkeypatch, c
     def fail(*arguments):
         raise RuntimeError("a side ended")
 
-    monkeypatch.setattr(training, "measure_training", lambda *arguments: [measured("train", 0.5)])
+    monkeypatch.setattr(training, "measure_training", lambda *arguments, compiled: [measured("train", 0.5)])
     monkeypatch.setattr(syncing, "measure_sync", fail)
     monkeypatch.setattr(bench_verb.signal, "signal", lambda *arguments: None)
     assert main.main(["bench", "train", "sync", "--dtypes", "float32", "--json"]) == 1
@@ -140,6 +145,9 @@ def test_the_memory_is_that_of_all_sides_at_once():
     assert list(machine.needed_bytes("generate", workload, floors=["vLLM eager"])) == ["ours", "vLLM eager"]
     # float32 parameters, gradients and two moments
     assert machine.needed_bytes("train", workload, floors=[])["ours"] > 16 * shape.num_parameters
+    assert list(machine.needed_bytes("train", workload, floors=[])) == ["ours", "bare torch"]
+    compiled = machine.needed_bytes("train", workload, floors=floors)
+    assert list(compiled) == ["ours", "bare torch", "ours compiled", "bare torch compiled"]
 
 
 def test_the_memory_of_several_families_adds_up(monkeypatch):
@@ -181,9 +189,10 @@ def test_memory_is_refused_where_the_system_does_not_say_it(rollup, monkeypatch,
     assert "/proc/PID/smaps_rollup: does not say here what a process holds" in capsys.readouterr().err
 
 
-def test_compiling_without_a_compiler_is_refused(monkeypatch, capsys):
+@pytest.mark.parametrize("subject", ["generate", "train"])
+def test_compiling_without_a_compiler_is_refused(subject, monkeypatch, capsys):
     monkeypatch.setattr(platform, "missing_compiler", lambda: "PATH has no C++ compiler")
-    assert main.main(["bench", "generate", "--floors", "compiled"]) == 2
+    assert main.main(["bench", subject, "--floors", "compiled"]) == 2
     assert "--floors: PATH has no C++ compiler" in capsys.readouterr().err
 
 
