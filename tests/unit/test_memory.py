@@ -123,6 +123,12 @@ def test_working_memory_of_a_head_of_its_own_on_eight_ranks_by_hand():
     assert working_parts(config, shape)["passing"] == 4 * table + 2 * 1024 * 3072
 
 
+@pytest.mark.parametrize(("device", "tokens"), [("cpu", 4096), ("cuda", 8192)])
+def test_activations_are_those_of_the_devices_own_microbatch_where_the_config_says_none(device, tokens):
+    parts = [trainer_parts(trainer(tokens=n, checkpoint="none"), QWEN3_0_6B, device=device) for n in (0, tokens, 6000)]
+    assert parts[0] == parts[1] != parts[2]
+
+
 def test_a_chunk_of_logits_by_device_where_the_config_leaves_it_open():
     sizes = {}
     for device in ("cpu", "cuda"):

@@ -110,9 +110,9 @@ class TrainerConfig:
     lora: LoRAConfig | None = None
     """Train low-rank adapters instead of the whole model; None trains every parameter."""
     max_tokens_per_microbatch: Annotated[int, Ge(0), Hint("use 0 for the device's own number")] = 0
-    """Tokens packed into one forward at most; a longer datum gets a microbatch of its own. 0: 4,096 on a CPU, whose
-    caches hold no more, and 8,192 on CUDA, where fewer tokens would wait for launches. The controller's device counts.
-    """
+    """Tokens packed into one forward at most; a longer datum gets a microbatch of its own. 0: 4,096 on a CPU, where
+    more gain nothing and hold more memory, and 8,192 on CUDA, where fewer would wait for launches. The controller's
+    device counts, which may be another than the trainer's."""
     training: TrainingConfig = field(default_factory=_training)
     """`seq_len` is the longest datum in tokens (0: as long as the sampling limits allow), `max_norm` the gradient clip
     (None: no clip), `mixed_precision_param` the compute dtype. In float32 on CUDA, attention runs torch's

@@ -1,11 +1,14 @@
 """What comes back from ranks, in the order of the data, and the calls refused before any rank hears of them."""
 
+import asyncio
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kit.mesh import Mesh
+from torchtitan_rl import platform
 from torchtitan_rl.algorithm.losses import cross_entropy
 from torchtitan_rl.dispatch.mesh_training_client import MeshTrainingClient, _agreed, _merge
 from torchtitan_rl.dispatch.microbatches import plan_microbatches
@@ -162,6 +165,24 @@ def test_datums_with_another_number_of_targets_are_refused_whatever_their_microb
         "forward.data[1].target_tokens: is (T, 3) where that of data[0] is (T,); give every "
         "datum of one call as many per token"
     )
+
+
+class NeverAnswers:
+    """A mesh of one rank that keeps the microbatches of a call."""
+
+    role, data_parallel_size = "policy", 1
+
+    def call_split(self, operation, shards, *arguments):
+        (self.microbatches,) = shards
+        return asyncio.get_running_loop().create_future()
+
+
+@pytest.mark.skipif(platform.device_type() == "cuda", reason="a GPU's microbatches are larger")
+async def test_microbatches_have_the_devices_own_size_where_the_config_says_none():
+    mesh = NeverAnswers()
+    client = MeshTrainingClient(mesh, max_tokens_per_microbatch=0, max_datum_tokens=2000, temperature=1.0, vocab_size=7)
+    client.forward([datum(2000) for _ in range(3)]).cancel()
+    assert [microbatch.lengths for microbatch in mesh.microbatches] == [[2000, 2000], [2000]]  # 4,096 tokens at most
 
 
 def step(**changes):

@@ -155,6 +155,9 @@ def test_microbatches_of_a_batch_by_hand():
     assert work.roles == {"policy": RoleWork(trained=2 * (2 + 1), trained_tokens=2 * (160 + 80))}
     assert (work.num_completions, work.optimizer_steps) == (24, 4)
     assert batch_work(config, 5).roles["policy"].trained_tokens == 2 * (8 + 4) * 15
+    config.trainer.max_tokens_per_microbatch, config.sampling.max_tokens = 0, 990  # completions of 1,000 tokens
+    numbers = [batch_work(config, device=device).roles["policy"].trained for device in ("cpu", "cuda")]
+    assert numbers == [2 * (2 + 1), 2 * (1 + 1)]  # 8 and 4 a rank: four of them in 4,096 tokens, eight in 8,192
 
 
 def test_what_takes_longest_is_named():
