@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torchtitan_rl.config.run import RunConfig
 
-__all__ = ["Check", "CHECKS", "PARTS"]
+__all__ = ["Check", "CHECKS", "FAMILIES", "GPU_TESTS", "PARTS"]
 
 PARTS = {
     "nothing": ("torch",),
@@ -49,6 +49,24 @@ GPU_TESTS = tuple(
 """Whole stacks first: what a limit cuts off is the many small tests of kernels. `test_two_gpus.py` needs two."""
 
 
+_FAMILY_NAMES = ("llama3", "qwen2", "qwen3_5", "gpt_oss", "deepseek_v3")
+FAMILIES: dict[str, dict[str, Any]] = {
+    **{f"family-{name}": {"name": name} for name in _FAMILY_NAMES},
+    **{f"family-{name}-bfloat16": {"name": name, "num_steps": 20, "dtype": "bfloat16"} for name in _FAMILY_NAMES},
+    **{
+        f"family-{name}-graphs": {"name": name, "num_steps": 20, "dtype": "bfloat16", "graphs": True}
+        for name in ("gpt_oss", "deepseek_v3")  # a mixture's engine has no graphs unless they are asked for
+    },
+}
+"""Runs with other families of models: name of the check -> arguments of `configs.family`."""
+
+
+def _family_teaches(name: str, num_steps: int | None = None, dtype: str = "float32", graphs: bool = False) -> str:
+    if num_steps is None:
+        return f"{name}: whether a whole run learns what it learns on a CPU"
+    return f"{name}: {num_steps} steps in {dtype}{', experts decoded by CUDA graphs' * graphs}: trainer against engine"
+
+
 def _module(name: str, *arguments: str) -> tuple[str, ...]:
     return ("-m", f"scripts.gpu_checks.{name}", *arguments)
 
@@ -58,6 +76,15 @@ def _steps(variant: str) -> Callable[[], RunConfig]:
         from scripts.gpu_checks.configs import STEPS, steps  # imports torchtitan
 
         return steps(**STEPS[variant])
+
+    return config
+
+
+def _family(variant: str) -> Callable[[], RunConfig]:
+    def config() -> RunConfig:
+        from scripts.gpu_checks.configs import family  # imports torchtitan
+
+        return family(**FAMILIES[variant])
 
     return config
 
@@ -199,6 +226,10 @@ CHECKS = [
         time_limit_s=480,
         command=_module("suite", "--marker", "gpu", *GPU_TESTS),
         measures=False,
+    ),
+    *(
+        _run(name, name, _family_teaches(**arguments), 300, _family(name), tiny=False, measures=False)
+        for name, arguments in FAMILIES.items()
     ),
     _run(
         "steps-colocated-eager",

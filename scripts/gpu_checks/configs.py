@@ -14,7 +14,7 @@ from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
 from torchtitan_rl.config.run import ControllerConfig, RunConfig, SamplingConfig
 from torchtitan_rl.tasks.letter_sort import LetterSort
 
-__all__ = ["STEPS", "quickstart", "steps", "sized_model"]
+__all__ = ["STEPS", "family", "quickstart", "steps", "sized_model"]
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,6 +37,19 @@ begin with `local` run in one process."""
 def quickstart() -> RunConfig:
     """The quickstart as it is."""
     return load_config(str(ROOT / "configs" / "quickstart.py"))
+
+
+def family(*, name: str, num_steps: int | None = None, dtype: Any = "float32", graphs: bool = False) -> RunConfig:
+    """The quickstart's task with a model of another family, `configs/letter_sort_NAME.py`. `num_steps`: so many steps
+    and no evaluation between them; None: as many as the file says. `dtype`: of trainer and generator. `graphs`: the
+    engine decodes by CUDA graphs and is scheduled ahead, where there is a GPU."""
+    config = load_config(str(ROOT / "configs" / f"letter_sort_{name}.py"))
+    if num_steps is not None:
+        config.controller.num_steps, config.controller.eval_every = num_steps, 0
+    config.generator.dtype = config.trainer.training.mixed_precision_param = dtype
+    if graphs and platform.device_type() == "cuda":
+        config.generator.enforce_eager, config.generator.async_scheduling = False, True
+    return config
 
 
 def sized_model(tiny: bool) -> ModelConfig:

@@ -6,9 +6,11 @@ import argparse
 import asyncio
 import math
 import os
+from statistics import median
 from typing import TYPE_CHECKING
 
-from scripts.gpu_checks.configs import STEPS, quickstart, steps
+from scripts.gpu_checks.catalogue import FAMILIES
+from scripts.gpu_checks.configs import STEPS, family, quickstart, steps
 from scripts.gpu_checks.device import PeakMemory, gpus, peak_bf16_flops
 from scripts.gpu_checks.result import Result, largest_of, run_check
 from torchtitan_rl.actors.operations import WorkerProcess
@@ -24,6 +26,9 @@ WHOLE = ("quickstart", "local-quickstart")
 PUBLISHED = {"tokens_trained_per_s": 11_900, "tokens_generated_per_s": 12_100, "sync_s": 0.067}
 """Of Qwen3-0.6B on one H100: full training at 16k tokens, decoding at 512 in and 128 out, a weight sync."""
 MAX_KL, MIN_ACCURACY = 1e-3, 0.95  # what docs/numerics.md and scripts/acceptance.sh promise on a CPU
+EXPERTS_MEDIAN_KL = 1e-4
+"""Of a mixture the median of the steps: in one of them a router that rounds otherwise may send a token to other
+experts, and one such token can be 1e-3 of a batch of 256 short completions."""
 SHOWN = {
     "mismatch/kl": "mismatch/kl",
     "mismatch/logprob_diff_max": "mismatch/logprob_diff_max",
@@ -49,9 +54,11 @@ def costs(line: dict, shape: DecoderShape, device_name: str) -> dict[str, float]
     return {name: float(f"{value:.4g}") for name, value in figures.items()}
 
 
-async def train(result: Result, config: RunConfig, *, whole: bool, local: bool) -> list[dict]:
-    """The lines of the reinforcement phase. `whole`: with warm start, evaluations and checkpoint. `local`: in this
-    process, without actors."""
+async def train(
+    result: Result, config: RunConfig, *, whole: bool, local: bool, min_accuracy: float = 0.0
+) -> list[dict]:
+    """The lines of the reinforcement phase. `whole`: with warm start, evaluations and checkpoint; its accuracy on test
+    must be `min_accuracy`. `local`: in this process, without actors."""
     from torchtitan_rl.train.controller import Controller
 
     config.output_dir = result.run_directory()
@@ -65,8 +72,8 @@ async def train(result: Result, config: RunConfig, *, whole: bool, local: bool) 
                     accuracies = {name: float(f"{evaluation.accuracy:.4g}") for name, evaluation in report.items()}
                     result.note(accuracies=accuracies)
                     result.require(
-                        accuracies["test"] >= MIN_ACCURACY,
-                        f"test accuracy={accuracies['test']}: is less than {MIN_ACCURACY}, reached on CPUs",
+                        accuracies["test"] >= min_accuracy,
+                        f"test accuracy={accuracies['test']}: is less than {min_accuracy}, reached on CPUs",
                     )
                 else:
                     await controller.reinforce()
@@ -105,21 +112,27 @@ def _note_costs(result: Result, config: RunConfig, lines: list[dict], *, whole: 
 
 def check(result: Result, args: argparse.Namespace) -> None:
     """Runs a variant. Fails when generator and trainer disagree, a gradient is not finite, or nothing was learned."""
-    whole, local = args.variant in WHOLE, args.variant.startswith("local")
-    config = quickstart() if whole else steps(**STEPS[args.variant], tiny=args.tiny)
-    lines = asyncio.run(train(result, config, whole=whole, local=local))
+    variant, local = args.variant, args.variant.startswith("local")
+    whole = variant in FAMILIES or variant in WHOLE
+    if variant in FAMILIES:
+        config = family(**FAMILIES[variant])
+    else:
+        config = quickstart() if whole else steps(**STEPS[variant], tiny=args.tiny)
+    # What has few steps learns little.
+    min_accuracy = 0.0 if variant in FAMILIES and "num_steps" in FAMILIES[variant] else MIN_ACCURACY
+    lines = asyncio.run(train(result, config, whole=whole, local=local, min_accuracy=min_accuracy))
     wanted = config.controller.num_steps
     result.require(len(lines) == wanted, f"steps={len(lines)}: {wanted} were asked for")
-    judge(result, lines)
+    judge(result, lines, has_experts=resolve_shape(config.model).experts is not None)
 
 
-def judge(result: Result, lines: list[dict]) -> None:
+def judge(result: Result, lines: list[dict], *, has_experts: bool = False) -> None:
     """Fails the check when generator and trainer disagree, or a gradient is not finite or always 0."""
-    largest = largest_of(line["mismatch/kl"] for line in lines)
-    result.note(mismatch_kl_max=float(f"{largest:.2e}"))
-    result.require(
-        largest <= MAX_KL, f"mismatch/kl={largest:.1e}: generator and trainer differ by more than {MAX_KL:g}"
-    )
+    steps_kl = [line["mismatch/kl"] for line in lines]
+    largest, middle = largest_of(steps_kl), median(steps_kl)
+    result.note(mismatch_kl_max=float(f"{largest:.2e}"), mismatch_kl_median=float(f"{middle:.2e}"))
+    kl, most = (middle, EXPERTS_MEDIAN_KL) if has_experts and not math.isnan(largest) else (largest, MAX_KL)
+    result.require(kl <= most, f"mismatch/kl={kl:.1e}: generator and trainer differ by more than {most:g}")
     norms = [line["optim/grad_norm"] for line in lines]
     result.require(
         all(map(math.isfinite, norms)) and any(norms), f"optim/grad_norm={norms}: is not finite, or always 0"
@@ -128,7 +141,7 @@ def judge(result: Result, lines: list[dict]) -> None:
 
 def parser() -> argparse.ArgumentParser:
     arguments = argparse.ArgumentParser(description=check.__doc__)
-    arguments.add_argument("--variant", choices=[*WHOLE, *STEPS], required=True)
+    arguments.add_argument("--variant", choices=[*WHOLE, *FAMILIES, *STEPS], required=True)
     return arguments
 
 

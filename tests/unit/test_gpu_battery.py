@@ -350,6 +350,20 @@ def test_a_nan_that_is_not_the_first_figure_fails_a_check(tmp_path):
     assert problem.startswith("mismatch/kl=nan")
 
 
+def test_one_token_that_went_to_other_experts_does_not_fail_a_mixture(tmp_path):
+    def problems(kls: list[float], **arguments) -> list[str]:
+        result = Result(tmp_path / "steps.json")
+        steps.judge(result, [{"mismatch/kl": kl, "optim/grad_norm": 1.0} for kl in kls], **arguments)
+        return result.problems
+
+    assert problems([1e-6, 2e-3, 1e-6]) == ["mismatch/kl=2.0e-03: generator and trainer differ by more than 0.001"]
+    assert problems([1e-6, 2e-3, 1e-6], has_experts=True) == []
+    assert problems([2e-4, 1e-6, 2e-4], has_experts=True) == [
+        "mismatch/kl=2.0e-04: generator and trainer differ by more than 0.0001"
+    ]
+    assert problems([1e-6, math.nan, 1e-6], has_experts=True)[0].startswith("mismatch/kl=nan")
+
+
 def test_a_gpu_that_does_not_say_what_is_in_use_is_left_out(monkeypatch):
     monkeypatch.setattr(device, "gpus", lambda: [{"memory.used": "[N/A]"}, {"memory.used": "7"}])
     monkeypatch.setattr(device, "process_memory", lambda: {12: 5})

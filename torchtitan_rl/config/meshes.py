@@ -190,7 +190,8 @@ class GeneratorConfig:
     enforce_eager: bool | None = None
     """True runs every step kernel by kernel. False captures decoding in CUDA graphs, one for each of a few batch sizes;
     prompts stay eager, and nothing is compiled unless `compile` says so. None: graphs on a GPU, for torchtitan's model
-    of a dense family on one rank; elsewhere they were not measured. On an H100 graphs decode 2 to 3 times as fast."""
+    on one rank; not for a family with states, and of a mixture of experts in bfloat16 on Hopper and Blackwell alone.
+    On an H100 graphs decode 2 to 3 times as fast."""
     compile: bool = False
     """True compiles the decoder with torch.compile, as vLLM compiles its own models. On a CPU this fuses what is small
     in an iteration, and needs a C++ compiler. The start takes about a minute longer, with one forward of

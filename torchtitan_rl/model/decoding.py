@@ -1,5 +1,5 @@
 """How a generator's engine decodes where the config leaves it open: by CUDA graphs, and scheduled ahead of the device,
-on a GPU and for the models that were measured there (docs/gpu/h100.md)."""
+on a GPU and for the models that were measured there (docs/gpu/h100.md, docs/gpu/h200.md)."""
 
 from __future__ import annotations
 
@@ -53,6 +53,11 @@ def _is_measured(generator: GeneratorConfig, shape: DecoderShape) -> bool:
         and generator.tensor_parallel_degree == 1
         and not generator.record_routing
         and not generator.max_adapters
-        and shape.experts is None
         and not shape.state_sizes
+        and (shape.experts is None or _experts_are_measured(generator))
     )
+
+
+def _experts_are_measured(generator: GeneratorConfig) -> bool:
+    """Whether experts are multiplied without the host, which no graph can ask, and by the runner that was measured."""
+    return generator.model_runner != "v1" and not platform.experts_ask_the_host(generator.dtype)
