@@ -180,3 +180,13 @@ def test_an_error_is_raised_once_no_thread_works_any_more():
     with pytest.raises(ValueError, match="fails"):
         platform.in_threads(work, ["fails", "goes on"])
     assert finished == ["goes on"]
+
+
+def test_new_memory_is_touched_before_cuda_pins_it(monkeypatch):
+    pinned, buffer = [], torch.full((8,), 7, dtype=torch.uint8)
+    monkeypatch.setattr(platform, "pin", lambda one: pinned.append(one.tolist()))
+    platform.pin_new(buffer)
+    assert not pinned and buffer.tolist() == [7] * 8  # a CPU has no use for pages that nobody writes
+    monkeypatch.setattr(platform, "device_type", lambda: "cuda")
+    platform.pin_new(buffer)
+    assert pinned == [[0] * 8]

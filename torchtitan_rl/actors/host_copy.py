@@ -43,7 +43,7 @@ class HostCopy:
             if path not in self._copies:
                 self._copies[path] = torch.empty_like(original, device="cpu")
                 if (part := local_part(self._copies[path])).nbytes >= _MIN_PINNED:
-                    platform.pin(part)
+                    platform.pin_new(part)
         _copy_all((local_part(self._copies[path]), local_part(original)) for path, original in originals.items())
         return self._copied(state, (), names)
 

@@ -141,7 +141,7 @@ class SharedBuffers:
         os.ftruncate(fd, nbytes)
         buffer = _map(fd, nbytes)
         if self._pins:
-            platform.pin(buffer)
+            platform.pin_new(buffer)
         return fd, buffer
 
     def release(self, version: int | str) -> None:

@@ -52,7 +52,7 @@ class _Segment:
         self.nbytes, self.fd = nbytes, os.memfd_create("torchtitan_rl_staging")
         os.ftruncate(self.fd, nbytes)
         self.mapping = mmap.mmap(self.fd, nbytes)
-        platform.pin(torch.from_numpy(self.array()))
+        platform.pin_new(torch.from_numpy(self.array()))
 
     def array(self) -> numpy.ndarray:
         return numpy.frombuffer(self.mapping, numpy.uint8)
