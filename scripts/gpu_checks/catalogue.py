@@ -54,17 +54,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     **{f"family-{name}": {"name": name} for name in _FAMILY_NAMES},
     **{f"family-{name}-bfloat16": {"name": name, "num_steps": 20, "dtype": "bfloat16"} for name in _FAMILY_NAMES},
     **{
-        f"family-{name}-graphs": {"name": name, "num_steps": 20, "dtype": "bfloat16", "graphs": True}
-        for name in ("gpt_oss", "deepseek_v3")  # a mixture's engine has no graphs unless they are asked for
+        f"family-{name}-eager": {"name": name, "num_steps": 20, "dtype": "bfloat16", "eager": True}
+        for name in ("gpt_oss", "deepseek_v3")  # beside the same with graphs, a mixture's default on Hopper
     },
 }
 """Runs with other families of models: name of the check -> arguments of `configs.family`."""
 
 
-def _family_teaches(name: str, num_steps: int | None = None, dtype: str = "float32", graphs: bool = False) -> str:
+def _family_teaches(name: str, num_steps: int | None = None, dtype: str = "float32", eager: bool = False) -> str:
     if num_steps is None:
         return f"{name}: whether a whole run learns what it learns on a CPU"
-    return f"{name}: {num_steps} steps in {dtype}{', experts decoded by CUDA graphs' * graphs}: trainer against engine"
+    return f"{name}: {num_steps} steps in {dtype}{', without CUDA graphs' * eager}: trainer against engine"
 
 
 def _module(name: str, *arguments: str) -> tuple[str, ...]:

@@ -39,16 +39,16 @@ def quickstart() -> RunConfig:
     return load_config(str(ROOT / "configs" / "quickstart.py"))
 
 
-def family(*, name: str, num_steps: int | None = None, dtype: Any = "float32", graphs: bool = False) -> RunConfig:
+def family(*, name: str, num_steps: int | None = None, dtype: Any = "float32", eager: bool = False) -> RunConfig:
     """The quickstart's task with a model of another family, `configs/letter_sort_NAME.py`. `num_steps`: so many steps
-    and no evaluation between them; None: as many as the file says. `dtype`: of trainer and generator. `graphs`: the
-    engine decodes by CUDA graphs and is scheduled ahead, where there is a GPU."""
+    and no evaluation between them; None: as many as the file says. `dtype`: of trainer and generator. `eager`: the
+    engine has no CUDA graphs and is not scheduled ahead, wherever it runs."""
     config = load_config(str(ROOT / "configs" / f"letter_sort_{name}.py"))
     if num_steps is not None:
         config.controller.num_steps, config.controller.eval_every = num_steps, 0
     config.generator.dtype = config.trainer.training.mixed_precision_param = dtype
-    if graphs and platform.device_type() == "cuda":
-        config.generator.enforce_eager, config.generator.async_scheduling = False, True
+    if eager:
+        config.generator.enforce_eager, config.generator.async_scheduling = True, False
     return config
 
 
