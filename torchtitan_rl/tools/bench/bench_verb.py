@@ -25,7 +25,7 @@ from torchtitan_rl.tools.bench.machine import (
 )
 from torchtitan_rl.tools.bench.measurement import Measurement
 from torchtitan_rl.tools.bench.short_form import SHORT_TRAINING, worse_than_stored
-from torchtitan_rl.tools.bench.starting import measure_start, quickstart_of
+from torchtitan_rl.tools.bench.starting import STARTUP, WHOLE, measure_start, quickstart_of
 from torchtitan_rl.tools.bench.workload import DTYPES, LENGTHS, LONGEST, SHAPES, SIZES, Workload
 
 __all__ = ["add_arguments", "run"]
@@ -41,7 +41,7 @@ _READ_BY = {
     "dtypes": (DTYPES, _WITH_MODEL),
     "lengths": (LENGTHS, ("generate", "train", "step")),
     "floors": (None, ("generate", "train")),
-    "against": ("", ("startup",)),
+    "against": ("", ("startup", "quickstart")),
     "floor_python": ("", ("step",)),
 }
 """Argument -> its default, and the subjects that it changes."""
@@ -97,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="generate and train in two minutes, 3m, float32; compares with stored ratios",
     )
     parser.add_argument(
-        "--against", default="", metavar="DIR", help="startup of another checkout, in turn with this one"
+        "--against", default="", metavar="DIR", help="startup or quickstart of another checkout, in turn with this one"
     )
     parser.add_argument(
         "--floor-python", default="", metavar="FILE", help="for step: the Python of an environment that has TRL"
@@ -200,9 +200,10 @@ def _settle(args: argparse.Namespace) -> None:
 
 
 def _jobs(args: argparse.Namespace) -> Iterator[tuple[str, list[Workload]]]:
-    """The subjects in the order of the command, with the workloads that are measured in turn. `startup` has none."""
+    """The subjects in the order of the command, with the workloads that are measured in turn. Those that run the
+    quickstart have none."""
     for subject in dict.fromkeys(args.subjects):
-        if subject == "startup":
+        if subject in ("startup", "quickstart"):
             yield subject, []
             continue
         prompts = _SHORT_PROMPTS if args.short else max(scaling.NUM_GROUPS) if subject == "scale" else _PROMPTS
@@ -259,7 +260,11 @@ def _memory(workloads, args, scratch, note) -> Sequence[Result]:
 
 
 def _startup(workloads, args, scratch, note) -> Sequence[Result]:
-    return [measure_start(args.against, args.repeats, note)]
+    return [measure_start(STARTUP, args.against, args.repeats, note)]
+
+
+def _quickstart(workloads, args, scratch, note) -> Sequence[Result]:
+    return [measure_start(WHOLE, args.against, args.repeats, note)]
 
 
 _SUBJECTS: dict[str, Callable[..., Sequence[Result]]] = {
@@ -270,6 +275,7 @@ _SUBJECTS: dict[str, Callable[..., Sequence[Result]]] = {
     "scale": _scale,
     "memory": _memory,
     "startup": _startup,
+    "quickstart": _quickstart,
 }
 
 

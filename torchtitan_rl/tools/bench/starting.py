@@ -1,7 +1,7 @@
-"""Seconds from a command to its first step of reinforcement, and to its end, of a run of 2 + 2 steps.
+"""Seconds from the quickstart's command to its first step of reinforcement, and to its end, of a run of 2 + 2 steps or
+of the whole quickstart.
 
-The run's own timeline says where the time went. Nothing bounds a start from below; another checkout may stand beside
-it.
+The run's own timeline says where the time went. Nothing bounds a run from below; another checkout may stand beside it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torchtitan_rl.tools.bench.measurement import OURS, interval
 from torchtitan_rl.tools.timeline.reading import Timeline, TimelineSpan
 from torchtitan_rl.tools.timeline.step_spans import steps_of
 
-__all__ = ["Start", "StartMeasurement", "measure_start", "quickstart_of"]
+__all__ = ["STARTUP", "WHOLE", "Form", "Start", "StartMeasurement", "measure_start", "quickstart_of"]
 
-_RUN_S = 300.0
+_RUN_S = 1800.0
 _SHORT = (
     *("--supervised.num-steps", "2", "--controller.num-steps", "2", "--controller.eval-every", "0"),
-    *("--controller.eval-tasks", "8", "--controller.test-tasks", "8", "--record.timeline", "True"),
+    *("--controller.eval-tasks", "8", "--controller.test-tasks", "8"),
 )
 _BEFORE, _AFTER = "before the first phase: imports, config, checks", "after the last phase"
 _STEPS = "supervised", "reinforcement"
@@ -44,11 +44,30 @@ class Start:
     """Seconds by phase of the run, in order; they sum to `end_s`."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Form:
+    """How much of the quickstart runs, and which of its times is compared with another checkout's."""
+
+    name: str
+    overrides: tuple[str, ...]
+    until: str
+    seconds: Callable[[Start], float]
+
+
+STARTUP = Form(
+    name="startup: quickstart of 2 + 2 steps",
+    overrides=_SHORT,
+    until="to the first step",
+    seconds=lambda start: start.first_step_s,
+)
+WHOLE = Form(name="quickstart: the whole command", overrides=(), until="to the end", seconds=lambda start: start.end_s)
+
+
 @dataclass(kw_only=True, slots=True)
 class StartMeasurement:
     """The runs of this checkout, and those of another one, in turn."""
 
-    name: str
+    form: Form
     sides: dict[str, list[Start]]
 
     def as_data(self) -> dict[str, Any]:
@@ -60,11 +79,11 @@ class StartMeasurement:
             }
             for side, starts in self.sides.items()
         }
-        return {"name": self.name, "sides": sides}
+        return {"name": self.form.name, "sides": sides}
 
     def lines(self) -> list[str]:
         """The measurement for a person."""
-        lines = [self.name]
+        lines = [self.form.name]
         for side, starts in self.sides.items():
             for label, seconds in (
                 ("to the first step", [start.first_step_s for start in starts]),
@@ -76,14 +95,14 @@ class StartMeasurement:
         for side, starts in self.sides.items():
             if side != OURS:
                 pairs = zip(self.sides[OURS], starts, strict=True)
-                ratios = [ours.first_step_s / other.first_step_s for ours, other in pairs]
+                ratios = [self.form.seconds(ours) / self.form.seconds(other) for ours, other in pairs]
                 low, high = interval(ratios)
                 ratio = f"{median(ratios):.2f} ({low:.2f} to {high:.2f})"
-                lines.append(f"  {OURS} / {side}, seconds to the first step: {ratio}")
+                lines.append(f"  {OURS} / {side}, seconds {self.form.until}: {ratio}")
         return lines
 
 
-def measure_start(against: str, repeats: int, note: Callable[[str], None]) -> StartMeasurement:
+def measure_start(form: Form, against: str, repeats: int, note: Callable[[str], None]) -> StartMeasurement:
     """Runs the quickstart's config, of this package and with `against` of another checkout too. The other one runs with
     this one's packages. Raises ValueError for a directory that is no checkout, RuntimeError for a run that fails."""
     package = Path(__file__).parents[2]
@@ -95,8 +114,8 @@ def measure_start(against: str, repeats: int, note: Callable[[str], None]) -> St
         order = list(sides)[:: -1 if repeat % 2 else 1]
         for side in order:
             note(f"{side}, repeat {repeat + 1} of {repeats}")
-            starts[side].append(_run(*sides[side]))
-    return StartMeasurement(name="startup: quickstart of 2 + 2 steps", sides=starts)
+            starts[side].append(_run(*sides[side], form.overrides))
+    return StartMeasurement(form=form, sides=starts)
 
 
 def quickstart_of(against: str) -> tuple[Path, Path]:
@@ -108,16 +127,16 @@ def quickstart_of(against: str) -> tuple[Path, Path]:
     return root, config
 
 
-def _run(root: Path, config: Path) -> Start:
+def _run(root: Path, config: Path, overrides: tuple[str, ...]) -> Start:
     with tempfile.TemporaryDirectory(prefix="torchtitan-rl-", ignore_cleanup_errors=True) as scratch:
         run, log = Path(scratch, "run"), Path(scratch, "log")
-        command = [sys.executable, "-m", "torchtitan_rl.cli", "train", str(config), "--quiet", *_SHORT]
+        command = [sys.executable, "-m", "torchtitan_rl.cli", "train", str(config), "--quiet", *overrides]
         began, began_ns = time.perf_counter(), time.time_ns()
         fault = ""
         with log.open("w") as output:
             try:
                 done = subprocess.run(
-                    [*command, "--output-dir", str(run)],
+                    [*command, "--record.timeline", "True", "--output-dir", str(run)],
                     cwd=scratch,
                     env=os.environ | {"PYTHONPATH": str(root), "TMPDIR": scratch},
                     stdout=output,

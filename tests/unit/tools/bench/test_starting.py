@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan_rl.tools.bench import starting
-from torchtitan_rl.tools.bench.starting import Start, StartMeasurement, _parts
+from torchtitan_rl.tools.bench.starting import STARTUP, WHOLE, Start, StartMeasurement, _parts
 from torchtitan_rl.tools.timeline.reading import Process, Timeline, TimelineSpan
 
 SECOND = 10**9
@@ -47,11 +47,14 @@ def test_two_checkouts_are_compared_run_by_run():
         return Start(first_step_s=seconds, end_s=seconds + 1, parts={"starting": seconds})
 
     sides = {"ours": [start(10.0), start(12.0), start(14.0)], "../other": [start(20.0), start(10.0), start(14.0)]}
-    lines = StartMeasurement(name="startup", sides=sides).lines()
+    lines = StartMeasurement(form=STARTUP, sides=sides).lines()
     assert lines[-1] == "  ours / ../other, seconds to the first step: 1.00 (0.50 to 1.20)"
+    lines = StartMeasurement(form=WHOLE, sides=sides).lines()
+    assert lines[0] == "quickstart: the whole command"
+    assert lines[-1] == "  ours / ../other, seconds to the end: 1.00 (0.52 to 1.18)"
 
 
-@pytest.mark.parametrize("code, fault", [(3, "training ended with 3"), (None, "training had not ended after 300 s")])
+@pytest.mark.parametrize("code, fault", [(3, "training ended with 3"), (None, "training had not ended after 1800 s")])
 def test_a_run_that_fails_is_named_with_the_end_of_its_log(monkeypatch, code, fault):
     def run(command, stdout, timeout, **named):
         stdout.write("last words\n")
@@ -61,4 +64,4 @@ def test_a_run_that_fails_is_named_with_the_end_of_its_log(monkeypatch, code, fa
 
     monkeypatch.setattr(starting.subprocess, "run", run)
     with pytest.raises(RuntimeError, match=f"^checkout='/checkout': {fault}\nlast words$"):
-        starting._run(Path("/checkout"), Path("/checkout/config.py"))
+        starting._run(Path("/checkout"), Path("/checkout/config.py"), ())
