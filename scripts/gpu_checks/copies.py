@@ -19,6 +19,7 @@ from torchtitan_rl.model.residency import Part, gradient_tensors, model_tensors,
 from torchtitan_rl.model.row_blocks import copy_all
 from torchtitan_rl.weights import layout
 from torchtitan_rl.weights.exchange import WeightExchange
+from torchtitan_rl.weights.finite import NotFinite
 from torchtitan_rl.weights.versioned import MemoryStore
 
 REPEATS = 3
@@ -152,9 +153,9 @@ def publications(copies: Copies, trainer: Trainer) -> None:
     down = "device to host, one flat pinned copy"
 
     def push(transport: str, verify: bool) -> None:
-        refusal = asyncio.run(exchange.push("measured", torch.bfloat16, transport, verify))
-        if refusal:
-            raise RuntimeError(f"{refusal}: is not finite")
+        written = asyncio.run(exchange.push("measured", torch.bfloat16, transport, verify))
+        if isinstance(written, NotFinite):
+            raise RuntimeError(f"{written.tensor}: is not finite")
 
     try:
         shared = "publish by shared memory"

@@ -235,7 +235,7 @@ def test_a_run_publishes_adapters_and_serves_any_version(loop, tmp_path, layout)
             assert (await scores(controller, WITHOUT_ADAPTERS) - base_row).abs().max() <= 2e-5
             if layout == "one rank":
                 await check_that_the_base_answers(controller, list(rows))
-            manifest, _ = await controller.versions._store.fetch(version, verify=True)
+            manifest = controller.versions.manifest(version)
             newest = await scores(controller)
             pinned = await asyncio.gather(*(scores(controller, v) for v in rows))
             mesh = controller.generator._replicas[0].mesh

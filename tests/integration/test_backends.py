@@ -214,17 +214,17 @@ def test_a_pinned_version_can_be_sampled_and_scored_until_it_is_released(loop, r
         )
         sampled = await running.generator.sample(PROMPT, SamplingParams(max_tokens=4, seed=0), policy_version=old)
         await running.generator.score(SEQUENCE)  # back to the newest
-        stored = await running.launcher.store.versions()
+        published = list(running.versions.holders())
         await running.versions.release(old, "teacher")
         with pytest.raises(ValueError, match=f"policy_version={old}: is not published"):
             await running.generator.score(SEQUENCE, policy_version=old)
-        return old, new, as_old, as_new, scores, sampled, stored, await running.launcher.store.versions()
+        return old, new, as_old, as_new, scores, sampled, published, list(running.versions.holders())
 
-    old, new, as_old, as_new, scores, sampled, stored, left = loop.run_until_complete(run())
+    old, new, as_old, as_new, scores, sampled, published, left = loop.run_until_complete(run())
     assert scores[0] == pytest.approx(as_old, abs=1e-5) and scores[0] != pytest.approx(as_new, abs=1e-2)
     for scored in scores[1:]:  # scored in company: docs/numerics.md
         assert scored == pytest.approx(as_new, abs=1e-5)
-    assert set(sampled.policy_versions) == {old} and stored == [old, new] and left == [new]
+    assert set(sampled.policy_versions) == {old} and published == [old, new] and left == [new]
 
 
 def test_tokens_sampled_across_a_pull_carry_both_versions(loop, running):

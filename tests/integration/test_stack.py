@@ -236,19 +236,19 @@ def test_versions_can_be_pinned_scored_and_are_deleted_when_nobody_holds_them(lo
         )
         sampled = await controller.generator.sample(PROMPT, SamplingParams(max_tokens=4, seed=0), policy_version=old)
         await controller.generator.score(tokens)  # back to the newest
-        stored = await controller.launcher.store.versions()
+        published = list(controller.versions.holders())
         await controller.versions.release(old, "teacher")
         with pytest.raises(ValueError, match=f"policy_version={old}: is not published"):
             controller.versions.pin(old, "nobody")
-        return old, new, as_old, as_new, mixed, sampled, stored, await controller.launcher.store.versions()
+        return old, new, as_old, as_new, mixed, sampled, published, list(controller.versions.holders())
 
-    old, new, as_old, as_new, mixed, sampled, stored, left = loop.run_until_complete(run())
+    old, new, as_old, as_new, mixed, sampled, published, left = loop.run_until_complete(run())
     assert new == old + 1
     assert mixed[0] == pytest.approx(as_old, abs=1e-5) and mixed[0] != pytest.approx(as_new, abs=1e-2)
     for scored in mixed[1:]:  # scored in company: docs/numerics.md
         assert scored == pytest.approx(as_new, abs=1e-5)
     assert set(sampled.policy_versions) == {old}
-    assert stored == [old, new] and left == [new]
+    assert published == [old, new] and left == [new]
 
 
 def test_tokens_sampled_across_a_pull_carry_both_versions(loop, controller):

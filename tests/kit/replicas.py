@@ -6,6 +6,7 @@ from torchtitan_rl.dispatch.mesh_sampling_client import MeshSamplingClient
 from torchtitan_rl.dispatch.role_mesh import ProcessDied
 from torchtitan_rl.dispatch.versions import PolicyVersions
 from torchtitan_rl.types import Completion, SamplingParams
+from torchtitan_rl.weights.layout import Manifest
 
 
 class Mesh:
@@ -80,9 +81,10 @@ class Mesh:
             raise self.broken[endpoint]
         if endpoint == "fetch" and self.fetching is not None:
             await self.fetching.wait()
-        if endpoint == "fetch" and args[0] in self.refused["fetch"]:
-            return ValueError(f"policy_version={args[0]}: does not fit")
-        self.staged.add(args[0 if endpoint == "fetch" else 1])
+        version = args[0].version if endpoint == "fetch" else args[1]
+        if endpoint == "fetch" and version in self.refused["fetch"]:
+            return ValueError(f"policy_version={version}: does not fit")
+        self.staged.add(version)
 
 
 class Weights:
@@ -93,7 +95,10 @@ class Weights:
 
     async def push_weights(self, dtype, transport, verify, adapters_apart):
         self.published += 1
-        return self.published
+        return Manifest(version=self.published, entries={}, nbytes=0)
+
+    async def announce(self, manifest):
+        pass
 
     async def discard_weights(self, version):
         self.discarded.append(version)

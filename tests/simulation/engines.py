@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torchtitan_rl.actors.operations import Operation
 from torchtitan_rl.dispatch.role_mesh import NoAnswer, ProcessDied, WorkerLost
 from torchtitan_rl.types import Completion, Request
+from torchtitan_rl.weights.layout import Manifest
 
 if TYPE_CHECKING:
     from tests.simulation.world import Asked, World
@@ -121,10 +122,10 @@ class FakeReplica:
 
         self._after(0.01, self._answer, answer, cancelled)
 
-    def fetch(self, answer: asyncio.Future, version: int, verify: bool) -> None:
+    def fetch(self, answer: asyncio.Future, manifest: Manifest, verify: bool) -> None:
         def fetched() -> None:
             self.world.may_fail("fetch", self)
-            self.staged[version] = self.world.store.weights_of(version)
+            self.staged[manifest.version] = self.world.store.weights_of(manifest.version)
 
         self._after(self.world.between(0.1, 1.5), self._answer, answer, fetched)
 

@@ -21,6 +21,7 @@ from torchtitan_rl.actors.operations import Operation, TrainerOperations
 from torchtitan_rl.dispatch.role_mesh import ProcessDied
 from torchtitan_rl.types import LossFunction, Microbatch, OptimParams, OptimStepOutput, RankOutput
 from torchtitan_rl.weights import checkpoint
+from torchtitan_rl.weights.layout import Manifest
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -51,6 +52,9 @@ class FakeStore:
             raise RuntimeError(f"policy_version={version}: is not in the store (it holds {sorted(self.held)})")
         return self.held[version]
 
+    async def announce(self, manifest: Manifest) -> None:
+        await asyncio.sleep(0.01)
+
     async def discard(self, version: int) -> None:
         await asyncio.sleep(0.01)
         self.held.pop(version, None)
@@ -77,7 +81,12 @@ class FakeTrainer:
         return self._call(operation, lambda: [self._rank_forward_backward(shard, *args) for shard in shards])
 
     def call_each(self, operation: Operation, *args: Any, timeout_s: float | None = None) -> asyncio.Future[list]:
-        return self._call(operation, lambda: [getattr(self, operation.__name__)(*args)] * self.num_ranks)
+        def answers() -> list:
+            first = getattr(self, operation.__name__)(*args)
+            others = first.version if isinstance(first, Manifest) else first
+            return [first, *[others] * (self.num_ranks - 1)]
+
+        return self._call(operation, answers)
 
     def call_all(self, operation: Operation, *args: Any, timeout_s: float | None = None) -> asyncio.Future:
         return self._call(operation, lambda: getattr(self, operation.__name__)(*args))
@@ -155,10 +164,10 @@ class FakeTrainer:
         norm = float("inf") if skipped else 1.0
         return OptimStepOutput(grad_norm=norm, lr=params.lr, policy_version=self.version, skipped=skipped)
 
-    def push_weights(self, dtype: torch.dtype, transport: str, verify: bool, adapters_apart: bool = False) -> int:
+    def push_weights(self, dtype: torch.dtype, transport: str, verify: bool, adapters_apart: bool = False) -> Manifest:
         self.world.store.held[self.version] = self.weights
         self.world.log.publications.append(self.version)
-        return self.version
+        return Manifest(version=self.version, entries={}, nbytes=0)
 
     def discard_weights(self, version: int) -> None:
         pass

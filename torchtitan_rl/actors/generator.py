@@ -15,6 +15,7 @@ from torchtitan_rl.config.meshes import GeneratorConfig
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.record.schedule import Schedules
 from torchtitan_rl.types import Request
+from torchtitan_rl.weights.pieces import AnyManifest
 
 __all__ = ["Generator"]
 
@@ -77,8 +78,8 @@ class Generator(Actor):
         await self.rank.cancel(numbers)
 
     @concurrent_endpoint
-    async def fetch(self, version: int, verify: bool) -> ValueError | None:
-        return await self.rank.fetch(version, verify)
+    async def fetch(self, manifest: AnyManifest, verify: bool) -> ValueError | None:
+        return await self.rank.fetch(manifest, verify)
 
     @concurrent_endpoint
     async def fetch_hf(self, directory: str, version: int) -> None:

@@ -22,6 +22,7 @@ from torchtitan_rl.record.tracing import span
 from torchtitan_rl.types import Request
 from torchtitan_rl.weights import layout
 from torchtitan_rl.weights.difference import explain_difference
+from torchtitan_rl.weights.pieces import AnyManifest
 from torchtitan_rl.weights.versioned import VersionedStore
 
 __all__ = ["GeneratorRank"]
@@ -86,15 +87,17 @@ class GeneratorRank:
         """Takes the requests with these `Request.number` out of the engine; those that are not in it are answered."""
         await asyncio.shield(asyncio.wrap_future(self.engine.cancel(numbers)))
 
-    async def fetch(self, version: int, verify: bool) -> ValueError | None:
-        """Stages a version from the store. Returns why its tensors do not fit this model; None where they do."""
+    async def fetch(self, manifest: AnyManifest, verify: bool) -> ValueError | None:
+        """Stages the version of a manifest. Returns why its tensors do not fit this model; None where they do."""
+        version = manifest.version
+        assert isinstance(version, int), "names are for other trainer roles"
         with span("fetch weights", version=version):
-            manifest, payload = await self.store.fetch(version, verify=verify)
+            whole, payload = await self.store.read(manifest, verify=verify)
             if self.engine.adapter_specs:
-                return await self._stage_adapters(version, manifest, payload, verify)
-            if difference := _difference(manifest, self.engine.parameter_specs):
+                return await self._stage_adapters(version, whole, payload, verify)
+            if difference := _difference(whole, self.engine.parameter_specs):
                 return ValueError(f"policy_version={version}: does not fit this generator: {difference}")
-            tensors = layout.read(payload, manifest)
+            tensors = layout.read(payload, whole)
             if name := self.engine.unequal_tie(tensors):
                 return ValueError(f"policy_version={version}: {name} differs from the tensor that it is tied to")
             self.engine.stage(version, tensors)

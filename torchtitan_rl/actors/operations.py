@@ -17,6 +17,7 @@ import torch
 
 from torchtitan_rl.types import LossFunction, Microbatch, OptimParams, OptimStepOutput, RankOutput, Request
 from torchtitan_rl.weights.finite import NotFinite
+from torchtitan_rl.weights.pieces import AnyManifest
 
 __all__ = [
     "GENERATOR_PARTS",
@@ -87,8 +88,11 @@ class TrainerOperations(Protocol):
     # Weights, through the store.
 
     @needs("model")
-    def push_weights(self, dtype: torch.dtype, transport: str, verify: bool, adapters_apart: bool) -> int | NotFinite:
-        """Publishes the policy version for generators. Returns the version, or which tensor is not finite."""
+    def push_weights(
+        self, dtype: torch.dtype, transport: str, verify: bool, adapters_apart: bool
+    ) -> AnyManifest | NotFinite | int:
+        """Writes the policy version to where generators can read it. Rank 0 returns the manifest, or which tensor is
+        not finite; the others the version's number."""
 
     def discard_weights(self, version: int | str) -> None:
         """Frees the memory of a published version."""
@@ -196,8 +200,8 @@ class GeneratorOperations(Protocol):
     async def cancel(self, numbers: list[int]) -> None:
         """Gives up the requests with these `Request.number`: nobody waits for their answers, which are None."""
 
-    async def fetch(self, version: int, verify: bool) -> ValueError | None:
-        """Stages a version from the store. Returns why the version does not fit this model."""
+    async def fetch(self, manifest: AnyManifest, verify: bool) -> ValueError | None:
+        """Stages the version of a manifest. Returns why the version does not fit this model."""
 
     async def fetch_hf(self, directory: str, version: int) -> None:
         """Stages the weights of a Hugging Face directory."""

@@ -15,6 +15,7 @@ from torchtitan_rl.config.meshes import TrainerConfig
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.types import LossFunction, Microbatch, OptimParams, OptimStepOutput, RankOutput
 from torchtitan_rl.weights.finite import NotFinite
+from torchtitan_rl.weights.pieces import AnyManifest
 
 __all__ = ["PolicyTrainer"]
 
@@ -88,7 +89,7 @@ class PolicyTrainer(Actor):
     @endpoint
     async def push_weights(
         self, dtype: torch.dtype, transport: str, verify: bool, adapters_apart: bool
-    ) -> int | NotFinite:
+    ) -> AnyManifest | NotFinite | int:
         return await self.rank.push_weights(dtype, transport, verify, adapters_apart)
 
     @endpoint

@@ -28,6 +28,7 @@ from torchtitan_rl.record.tracing import served, span
 from torchtitan_rl.types import LossFunction, Microbatch, OptimParams, OptimStepOutput, RankOutput
 from torchtitan_rl.weights.exchange import WeightExchange
 from torchtitan_rl.weights.finite import NotFinite
+from torchtitan_rl.weights.pieces import AnyManifest
 from torchtitan_rl.weights.role_copies import RoleCopies
 from torchtitan_rl.weights.versioned import VersionedStore
 
@@ -199,16 +200,16 @@ class TrainerRank:
 
     async def push_weights(
         self, dtype: torch.dtype, transport: str, verify: bool, adapters_apart: bool
-    ) -> int | NotFinite:
-        """Publishes this policy version to the store, parameters cast to `dtype`: its weights with adapters merged in,
-        or with `adapters_apart` the adapters alone, before the first of them the base. Returns the version, or which
-        tensor is not finite; then the version is not published."""
+    ) -> AnyManifest | NotFinite | int:
+        """Writes this policy version to where generators can read it, parameters cast to `dtype`: its weights with
+        adapters merged in, or with `adapters_apart` the adapters alone, before the first of them the base. Rank 0
+        returns the manifest, or which tensor is not finite; the others the version's number."""
         with self.serving(TrainerOperations.push_weights):
             if adapters_apart:
-                not_finite = await self.exchange.push_adapters(self.policy_version, dtype, transport, verify)
+                written = await self.exchange.push_adapters(self.policy_version, dtype, transport, verify)
             else:
-                not_finite = await self.exchange.push(self.policy_version, dtype, transport, verify)
-            return NotFinite(version=self.policy_version, tensor=not_finite) if not_finite else self.policy_version
+                written = await self.exchange.push(self.policy_version, dtype, transport, verify)
+            return self.policy_version if written is None else written
 
     def discard_weights(self, version: int | str) -> None:
         with self.serving(TrainerOperations.discard_weights):

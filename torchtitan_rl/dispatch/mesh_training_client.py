@@ -34,6 +34,7 @@ from torchtitan_rl.types import (
     num_trained,
 )
 from torchtitan_rl.weights.finite import NotFinite, WeightsNotFinite
+from torchtitan_rl.weights.pieces import AnyManifest
 
 __all__ = ["MeshTrainingClient"]
 
@@ -137,18 +138,18 @@ class MeshTrainingClient(TrainingClient):
 
     def push_weights(
         self, dtype: torch.dtype, transport: str, verify: bool, adapters_apart: bool = False
-    ) -> asyncio.Future[int]:
+    ) -> asyncio.Future[AnyManifest]:
         pushing = self._on_each(TrainerOperations.push_weights, dtype, transport, verify, adapters_apart)
 
-        async def pushed() -> int:
-            answers = await pushing
-            for answer in answers:  # the rank that publishes has looked
-                if isinstance(answer, NotFinite):
-                    await self.discard_weights(answer.version)
-                    raise WeightsNotFinite(answer)
-            if len(set(answers)) > 1:
-                raise RuntimeError(f"{self._mesh.role}.push_weights: ranks disagree: {answers}")
-            return answers[0]
+        async def pushed() -> AnyManifest:
+            written, *numbers = await pushing
+            if isinstance(written, NotFinite):
+                await self.discard_weights(written.version)
+                raise WeightsNotFinite(written)
+            if any(number != written.version for number in numbers):
+                versions = [written.version, *numbers]
+                raise RuntimeError(f"{self._mesh.role}.push_weights: ranks disagree: {versions}")
+            return written
 
         return asyncio.ensure_future(pushed())
 

@@ -282,7 +282,7 @@ class Replica:
         """Pins and fetches a version, which the block loads; releases the version where that fails."""
         self.versions.pin(version, self.mesh.role)
         try:
-            await self._fetch(GeneratorOperations.fetch, version, self.verify)
+            await self._fetch(GeneratorOperations.fetch, self.versions.manifest(version), self.verify)
             yield
         except BaseException:
             await self.versions.release(version, self.mesh.role)
@@ -326,7 +326,7 @@ class Replica:
         if self.loaded_version is None:
             return  # no request is in an engine without weights
         try:
-            await self._fetch(GeneratorOperations.fetch, self.loaded_version, self.verify)
+            await self._fetch(GeneratorOperations.fetch, self.versions.manifest(self.loaded_version), self.verify)
             second_refusal = await self._copy(self.loaded_version)
         except (RuntimeError, ValueError) as error:
             raise ReplicaLost(f"{refusal}; version {self.loaded_version} did not come back: {error}") from error

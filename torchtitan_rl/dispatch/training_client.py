@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from torchtitan_rl.types import Datum, ForwardBackwardOutput, LossFunction, OptimParams, OptimStepOutput
+from torchtitan_rl.weights.pieces import AnyManifest
 
 __all__ = ["TrainingClient"]
 
@@ -100,10 +101,10 @@ class TrainingClient(ABC):
     @abstractmethod
     def push_weights(
         self, dtype: torch.dtype, transport: str, verify: bool, adapters_apart: bool = False
-    ) -> asyncio.Future[int]:
-        """Pushes the current policy version and returns it; with `adapters_apart` its adapters alone.
-        `dispatch.versions.PolicyVersions.publish` calls this. Raises WeightsNotFinite, and publishes nothing, for
-        weights with a NaN or an infinity."""
+    ) -> asyncio.Future[AnyManifest]:
+        """Writes the current policy version, with `adapters_apart` its adapters alone, to where generators can read it,
+        and returns its manifest. `dispatch.versions.PolicyVersions` calls this, and makes the version visible. Raises
+        WeightsNotFinite for weights with a NaN or an infinity."""
 
     @abstractmethod
     async def discard_weights(self, version: int | str) -> None:

@@ -7,7 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable
 from pathlib import Path
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,6 +18,7 @@ from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.weights import layout
 from torchtitan_rl.weights.finite import NotFinite, WeightsNotFinite
 from torchtitan_rl.weights.payload import PayloadWriter
+from torchtitan_rl.weights.pieces import AnyManifest
 from torchtitan_rl.weights.versioned import VersionedStore
 
 __all__ = ["OneVersion", "PolicyVersions", "ServedVersions"]
@@ -48,6 +49,9 @@ class ServedVersions(Protocol):
     async def release(self, version: int, holder: str) -> None:
         """Ends one `pin`."""
 
+    def manifest(self, version: int) -> AnyManifest:
+        """Of a version that somebody holds: what a generator needs to fetch it."""
+
 
 class PolicyVersions:
     """Which versions exist, who holds each version, and which version serves unpinned requests.
@@ -72,6 +76,11 @@ class PolicyVersions:
         self._transport = config.transport
         if config.transport == "auto":
             self._transport = "shared_memory" if one_host else "store"
+        self._manifests: dict[int, AnyManifest] = {}
+        """Of the versions that are not deleted."""
+        self._in_store: set[int] = set()
+        """The versions of which the store has something: the bytes, or the manifest for those who look for a newer
+        publication."""
         self._holders: dict[int, Counter[str]] = {}
         self._discarding: set[asyncio.Task[None]] = set()
         self.publications: list[int] = []
@@ -109,7 +118,19 @@ class PolicyVersions:
         return version
 
     def _push(self) -> Awaitable[int]:
-        return self._trainer.push_weights(self._dtype, self._transport, self._config.verify, self._adapters_apart)
+        return self._announced(
+            self._trainer.push_weights(self._dtype, self._transport, self._config.verify, self._adapters_apart)
+        )
+
+    async def _announced(self, pushing: Awaitable[AnyManifest]) -> int:
+        """Keeps the manifest that a push answers with. Returns the version."""
+        manifest = await pushing
+        assert isinstance(manifest.version, int), "names are for other trainer roles"
+        if not manifest.handle:  # else its bytes are in shared memory, and the manifest says where
+            await self._store.announce(manifest)
+            self._in_store.add(manifest.version)
+        self._manifests[manifest.version] = manifest
+        return manifest.version
 
     async def _discard_unheld(self, pushing: asyncio.Future[int]) -> None:
         try:
@@ -122,7 +143,7 @@ class PolicyVersions:
     def pin(self, version: int, holder: str) -> None:
         """Keeps a version until `release`. Raises ValueError for a version that was deleted or never published."""
         if version not in self._holders:
-            raise ValueError(f"policy_version={version}: is not published; the store holds {sorted(self._holders)}")
+            raise ValueError(f"policy_version={version}: is not published; these are: {sorted(self._holders)}")
         self._holders[version][holder] += 1
 
     async def release(self, version: int, holder: str) -> None:
@@ -138,7 +159,16 @@ class PolicyVersions:
             await self._discard(version)
 
     async def _discard(self, version: int) -> None:
-        await asyncio.gather(self._store.discard(version), self._trainer.discard_weights(version))
+        self._manifests.pop(version, None)
+        discarding = [self._trainer.discard_weights(version)]
+        if version in self._in_store:
+            self._in_store.remove(version)
+            discarding.append(self._store.discard(version))
+        await asyncio.gather(*discarding)
+
+    def manifest(self, version: int) -> AnyManifest:
+        """Of a version that somebody holds, as it was published last: what a generator needs to fetch it."""
+        return self._manifests[version]
 
     def holders(self) -> dict[int, list[str]]:
         """Version to the names of its holders."""
@@ -167,7 +197,7 @@ class PolicyVersions:
 
     async def tensors(self, version: int) -> dict[str, torch.Tensor]:
         """The parameters of a published version, by torchtitan's names, in the generators' dtype."""
-        manifest, payload = await self._store.fetch(version, verify=self._config.verify)
+        manifest, payload = await self._store.read(self.manifest(version), verify=self._config.verify)
         return layout.read(payload, manifest)
 
     async def save(self, version: int, file: Path) -> None:
@@ -175,7 +205,7 @@ class PolicyVersions:
         of adapters also the name of their base. Raises ValueError for a version that is not published."""
         self.pin(version, "writing")  # its memory is the trainer's, which uses it again once the version is discarded
         try:
-            manifest, payload = await self._store.fetch(version, verify=self._config.verify)
+            manifest, payload = await self._store.read(self.manifest(version), verify=self._config.verify)
             # In a thread: gigabytes to disk, while replicas and clients wait for this loop.
             await asyncio.to_thread(_write, layout.read(payload, manifest), manifest.base, file)
         finally:
@@ -199,6 +229,8 @@ class PolicyVersions:
             if not_finite := await asyncio.to_thread(_fill, payload, manifest, tensors, self._config.verify):
                 raise WeightsNotFinite(NotFinite(version=version, tensor=not_finite))
             await self._store.publish(manifest, payload, handle="")
+            self._manifests[version] = manifest
+            self._in_store.add(version)
             self._holders.setdefault(version, Counter())  # the trainer may have published it meanwhile, for a holder
         self.pin(version, holder)
 
@@ -253,8 +285,12 @@ class OneVersion:
     async def end_serving(self, version: int) -> None:
         """Does nothing: there is one version."""
 
-    def pin(self, version: int, holder: str) -> None:
+    def pin(self, version: int, holder: str) -> NoReturn:
         """Raises ValueError: without a store, no version but the one that generators hold exists."""
+        self.manifest(version)
+
+    def manifest(self, version: int) -> NoReturn:
+        """Raises ValueError, as `pin` does."""
         raise ValueError(
             f"policy_version={version}: is not published; these generators hold the weights of a directory, as version "
             f"{self.served}, and nobody trains; leave policy_version out"

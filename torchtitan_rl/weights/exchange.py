@@ -13,8 +13,9 @@ from torchtitan_rl.model.module_state import fused_layers, fused_state, split
 from torchtitan_rl.model.sharding import plain_name, whole
 from torchtitan_rl.record.tracing import span
 from torchtitan_rl.weights import layout, sharded_push
+from torchtitan_rl.weights.finite import NotFinite
 from torchtitan_rl.weights.payload import PayloadWriter
-from torchtitan_rl.weights.pieces import HeadRows
+from torchtitan_rl.weights.pieces import AnyManifest, HeadRows
 from torchtitan_rl.weights.trainer_shards import aliases_of
 from torchtitan_rl.weights.versioned import VersionedStore
 
@@ -56,15 +57,15 @@ class WeightExchange:
         *,
         only: str | None = None,
         merged: bool = True,
-    ) -> str:
-        """Publishes the weights as `version`: a policy version, or a name for another trainer role. Adapters are merged
-        in, or with `merged=False` left out. Parameters are cast to `dtype`; None keeps the trainer's. `only` names the
-        one tensor to publish.
+    ) -> AnyManifest | NotFinite | None:
+        """Writes the weights to where others can read them, as `version`: a policy version, or a name for another
+        trainer role. Adapters are merged in, or with `merged=False` left out. Parameters are cast to `dtype`; None
+        keeps the trainer's. `only` names the one tensor to write.
 
-        Weights that are not finite are not published: the answer of the rank that would publish is the name of the
-        first such tensor. Empty: all is well, or another rank looks."""
+        Rank 0 answers with the manifest, which nobody else knows until it is announced in the store, or with a tensor
+        that is not finite, the first one; the others with None."""
         if transport == "store":
-            return await sharded_push.push(self, version, dtype, only, merged=merged)
+            return sharded_push.push(self, version, dtype, only, merged=merged)
         adapters = self.base_and_adapters()[1] if merged and self.lora is not None else {}
         state, aliases = lora.base_state(fused_state(self.model)), aliases_of(self.model)
         if only is not None:
@@ -75,7 +76,7 @@ class WeightExchange:
         if dist.get_rank():
             for tensor in stored.values():
                 whole(tensor)  # collective: every rank takes part, rank 0 uses the result
-            return ""
+            return None
         handle, payload = self.buffers.take(version, manifest.nbytes)
         with span("publish weights"):
             writer = PayloadWriter(manifest, payload, verify=verify)
@@ -85,24 +86,31 @@ class WeightExchange:
                         part = lora.merge(name, part.reshape(manifest.entries[name].shape), adapters)
                     writer.add(name, part)
             not_finite = writer.finish()
-        if not not_finite:
-            await self.store.publish(manifest, payload, handle=handle)
-        return not_finite
+        if not_finite:
+            return NotFinite(version=version, tensor=not_finite)
+        await self.store.keep(manifest, payload, handle=handle)
+        return manifest
 
-    async def push_adapters(self, version: int, dtype: torch.dtype, transport: str, verify: bool) -> str:
-        """Publishes the adapters alone as `version`, whole and cast to `dtype`, each B times alpha / rank. The first
-        publication, and the first after another base was loaded, publishes the base before. Answers as `push` does."""
+    async def push_adapters(
+        self, version: int, dtype: torch.dtype, transport: str, verify: bool
+    ) -> AnyManifest | NotFinite | None:
+        """Writes the adapters alone as `version`, whole and cast to `dtype`, each B times alpha / rank. The first
+        time, and the first after another base was loaded, it publishes the base before. Answers as `push` does."""
         assert self.lora is not None, "validation asks for trainer.lora"
-        not_finite = ""
         if not self._base:
             base = f"base-{self.base_fingerprint()}"
-            not_finite = await self.push(base, dtype, transport, verify, merged=False)
-            if not _of_rank_0(not_finite):
-                self._base = base
+            written = await self.push(base, dtype, transport, verify, merged=False)
+            if isinstance(written, NotFinite):
+                written = NotFinite(version=version, tensor=written.tensor)
+            elif written is not None:
+                await self.store.announce(written)
+            if _of_rank_0(isinstance(written, NotFinite)):
+                return written
+            self._base = base
         state = lora.adapter_state(fused_state(self.model))
         tensors = {name: whole(tensor) for name, tensor in state.items()}  # collective, so before any return
-        if dist.get_rank() or not_finite:
-            return not_finite
+        if dist.get_rank():
+            return None
         manifest = layout.plan(version, ((n, tuple(t.shape), t.dtype, True) for n, t in tensors.items()), dtype)
         manifest.base = self._base
         if transport == "store":
@@ -114,9 +122,10 @@ class WeightExchange:
             for name, tensor in tensors.items():
                 writer.add(name, tensor * scaling if name.endswith(".lora_b.weight") else tensor)
             not_finite = writer.finish()
-        if not not_finite:
-            await self.store.publish(manifest, payload, handle=handle)
-        return not_finite
+        if not_finite:
+            return NotFinite(version=version, tensor=not_finite)
+        await self.store.keep(manifest, payload, handle=handle)
+        return manifest
 
     def base_has_changed(self) -> None:
         """Makes the next publication of adapters publish the base again, under another name. From then on only
@@ -158,7 +167,7 @@ class WeightExchange:
         return lora.base_state(state), lora.whole_adapters(state, self.n_kv_heads, self.lora)
 
 
-def _of_rank_0(answer: str) -> str:
+def _of_rank_0(answer: bool) -> bool:
     """The answer of rank 0, on every rank: only rank 0 knows of a tensor that is not finite. A collective call."""
     answers = [answer]
     if dist.get_world_size() > 1:

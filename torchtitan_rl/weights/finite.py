@@ -17,7 +17,7 @@ _INTEGERS = {1: (np.int8, np.uint8), 2: (np.int16, np.uint16), 4: (np.int32, np.
 class NotFinite:
     """A rank's answer in the place of a version that is not published."""
 
-    version: int
+    version: int | str
     tensor: str
     """The first tensor with a NaN or an infinity."""
 

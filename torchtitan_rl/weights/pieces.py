@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from torchtitan_rl.model.generator_cut import cut_dim, num_cuts
-from torchtitan_rl.weights.layout import TensorEntry
+from torchtitan_rl.weights.layout import Manifest, TensorEntry, pickled_at_once
 
 __all__ = [
     "MAX_PIECE_BYTES",
+    "AnyManifest",
     "Box",
     "Piece",
     "Source",
@@ -101,6 +102,12 @@ class PieceManifest:
     def stored(self) -> dict[str, TensorEntry]:
         """The entries by the names that pieces have."""
         return {self.aliases.get(name, name): entry for name, entry in self.entries.items()}
+
+    def __reduce__(self) -> tuple:
+        return pickled_at_once(self)
+
+
+AnyManifest = Manifest | PieceManifest
 
 
 @dataclass(frozen=True, slots=True)

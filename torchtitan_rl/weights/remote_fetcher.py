@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from torchtitan_rl.weights.layout import Manifest
-from torchtitan_rl.weights.pieces import PieceManifest
+from torchtitan_rl.weights.pieces import AnyManifest, PieceManifest
 from torchtitan_rl.weights.sharded_pull import Discarded, pull
 from torchtitan_rl.weights.staging import Staging
 
@@ -32,7 +32,7 @@ class RemoteFetcher:
         self._staging = Staging()
 
     async def fetch(
-        self, manifest: Manifest, verify: bool, get: Get, key: Callable[[str], str]
+        self, manifest: AnyManifest, verify: bool, get: Get, key: Callable[[str], str]
     ) -> tuple[Manifest, torch.Tensor]:
         """(manifest, payload) of a version, from the store's `key("manifest")` and `key("payload")` or from the ranks
         that publish it. Returns the newer publication when the version is published again meanwhile."""

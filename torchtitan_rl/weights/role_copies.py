@@ -9,6 +9,8 @@ import torch
 from torchtitan_rl.model.sharding import load_whole
 from torchtitan_rl.weights import layout
 from torchtitan_rl.weights.difference import explain_difference
+from torchtitan_rl.weights.finite import NotFinite
+from torchtitan_rl.weights.pieces import AnyManifest
 
 __all__ = ["RoleCopies"]
 
@@ -25,7 +27,7 @@ class RoleCopies:
 
     async def push_copy(self, transport: str) -> None:
         """Publishes the weights in the trainer's dtype, adapters merged in, for another trainer role to pull."""
-        self._require_finite(await self.exchange.push(_COPY, None, transport, True))
+        await self._announce(await self.exchange.push(_COPY, None, transport, True))
 
     async def pull_copy(self) -> None:
         """Loads the weights that another role published by `push_copy`; the roles' layouts may differ. A critic keeps
@@ -45,14 +47,17 @@ class RoleCopies:
         """Publishes the head's weight in the trainer's dtype, for another trainer role to hold as a teacher's head."""
         if self.rank.role == "critic":
             raise ValueError("role='critic': has a value head, which no policy can learn from; copy another role's")
-        self._require_finite(await self.exchange.push(_HEAD, None, transport, True, only=_HEAD_WEIGHT))
+        await self._announce(await self.exchange.push(_HEAD, None, transport, True, only=_HEAD_WEIGHT))
 
-    def _require_finite(self, not_finite: str) -> None:
-        if not_finite:
+    async def _announce(self, written: AnyManifest | NotFinite | None) -> None:
+        """On rank 0, lets other roles see what was written. Raises RuntimeError for weights that are not finite."""
+        if isinstance(written, NotFinite):
             raise RuntimeError(
-                f"{self.rank.role}: {not_finite} has a NaN or an infinity, so no other role gets these weights; go on "
-                "from an earlier checkpoint"
+                f"{self.rank.role}: {written.tensor} has a NaN or an infinity, so no other role gets these weights; go "
+                "on from an earlier checkpoint"
             )
+        if written is not None:
+            await self.exchange.store.announce(written)
 
     async def pull_head(self) -> None:
         """Holds the head that another role published by `push_head`: each tensor-parallel rank a vocabulary slice."""

@@ -11,7 +11,7 @@ from torchtitan_rl import platform
 from torchtitan_rl.model import lora
 from torchtitan_rl.model.module_state import fused_state
 from torchtitan_rl.weights import layout
-from torchtitan_rl.weights.finite import FiniteCheck
+from torchtitan_rl.weights.finite import FiniteCheck, NotFinite
 from torchtitan_rl.weights.piece_server import PieceServer, own_host
 from torchtitan_rl.weights.pieces import Box, Piece, PieceManifest, Source, check_complete, owners
 from torchtitan_rl.weights.trainer_shards import LocalShard, aliases_of, entries_of, local_shards, pieces_of
@@ -38,13 +38,12 @@ class Publisher:
             self.server.close()
 
 
-async def push(
+def push(
     exchange: Any, version: int | str, dtype: torch.dtype | None, only: str | None, *, merged: bool = True
-) -> str:
-    """Publishes `version` of a `WeightExchange` in pieces; see its `push`. Every rank of the mesh makes the same call.
+) -> PieceManifest | NotFinite | None:
+    """Writes `version` of a `WeightExchange` in pieces; see its `push`. Every rank of the mesh makes the same call.
 
     Adapters are merged box by box: a rank gathers whole adapters, and no whole weight. Each piece has a checksum.
-    Weights that are not finite are not published; rank 0's answer is then the name of such a tensor, else empty.
     Raises RuntimeError when the ranks' shards do not make up the model.
     """
     state = fused_state(exchange.model)
@@ -62,18 +61,15 @@ async def push(
     source = write_pieces(exchange, dist.get_rank(), version, owned, dtypes, adapters, check)
     answers: list | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object((source, check.first()), answers)  # every rank's pieces are there before the version exists
-    if answers is not None:
-        sources = [source for source, _ in answers]
-        if first := next((first for _, first in answers if first), ""):
-            return first
-        entries = {
-            part: entry for name in shards for part, entry in entries_of(name, shards[name], dtypes[name]).items()
-        }
-        entries |= {name: entries[kept] for name, kept in aliases.items()}
-        entries = entries if only is None else {only: entries[only]}
-        manifest = PieceManifest(version=version, entries=entries, aliases=aliases, sources=sources)
-        await exchange.store.publish(manifest, None, handle="")
-    return ""
+    if answers is None:
+        return None
+    sources = [source for source, _ in answers]
+    if first := next((first for _, first in answers if first), ""):
+        return NotFinite(version=version, tensor=first)
+    entries = {part: entry for name in shards for part, entry in entries_of(name, shards[name], dtypes[name]).items()}
+    entries |= {name: entries[kept] for name, kept in aliases.items()}
+    entries = entries if only is None else {only: entries[only]}
+    return PieceManifest(version=version, entries=entries, aliases=aliases, sources=sources)
 
 
 def _owned(publisher: Publisher, shards: dict[str, LocalShard], dtypes: dict[str, torch.dtype]) -> set[str]:

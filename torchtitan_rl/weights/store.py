@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
-import torch
 import torchstore
 
 from torchtitan_rl import adapters
@@ -31,13 +29,10 @@ class WeightStore(VersionedStore):
         await torchstore.shutdown(self.name)
 
     async def _put(self, key: str, value: Any) -> None:
-        # A manifest travels three times, and Monarch would take three times as long to pickle it, each time.
-        sent = value if isinstance(value, torch.Tensor) else pickle.dumps(value)
-        await torchstore.put(key, sent, store_name=self.name)
+        await torchstore.put(key, value, store_name=self.name)
 
     async def _get(self, key: str) -> Any:
-        value = await torchstore.get(key, store_name=self.name)
-        return value if isinstance(value, torch.Tensor) else pickle.loads(value)
+        return await torchstore.get(key, store_name=self.name)
 
     async def _exists(self, key: str) -> bool:
         return await torchstore.exists(key, store_name=self.name)

@@ -17,6 +17,7 @@ from torchtitan_rl.record.tracing import span
 from torchtitan_rl.weights.layout import Manifest, host_name
 from torchtitan_rl.weights.mapped import MappedPayloads
 from torchtitan_rl.weights.payload import intact
+from torchtitan_rl.weights.pieces import AnyManifest
 from torchtitan_rl.weights.remote_fetcher import RemoteFetcher
 
 __all__ = ["VersionedStore", "MemoryStore"]
@@ -31,34 +32,48 @@ class VersionedStore(ABC):
         self._mapped = MappedPayloads()
         self.fetcher = RemoteFetcher()
 
-    async def publish(self, manifest: Manifest, payload: torch.Tensor | None, *, handle: str) -> None:
-        """Makes a version visible. With an empty `handle` the store keeps the payload. `payload` None: its publishers
-        serve it in pieces."""
+    async def publish(self, manifest: AnyManifest, payload: torch.Tensor | None, *, handle: str) -> None:
+        """Makes a version visible: `keep`, then `announce`."""
+        await self.keep(manifest, payload, handle=handle)
+        await self.announce(manifest)
+
+    async def keep(self, manifest: AnyManifest, payload: torch.Tensor | None, *, handle: str) -> None:
+        """Notes in a manifest where the payload is. With an empty `handle` the store keeps it. `payload` None: its
+        publishers serve it in pieces."""
         manifest.handle, manifest.host = handle, host_name() if handle else ""
-        with span("wait for the store"):
-            if not handle and payload is not None:
+        if not handle and payload is not None:
+            with span("wait for the store"):
                 await self._put(_key(manifest.version, "payload"), payload)
+
+    async def announce(self, manifest: AnyManifest) -> None:
+        """Makes a version visible whose payload is where its manifest says."""
+        with span("wait for the store"):
             await self._put(_key(manifest.version, "manifest"), manifest)
 
     async def fetch(self, version: int | str, *, verify: bool) -> tuple[Manifest, torch.Tensor]:
         """(manifest, payload) of a version. Raises RuntimeError for a missing version and for a wrong checksum."""
         with span("wait for the store"):
             try:
-                manifest: Manifest = await self._get(_key(version, "manifest"))
+                manifest = await self._get(_key(version, "manifest"))
             except KeyError:
                 await self._refuse_missing(version)
-        if manifest.handle:
+        return await self.read(manifest, verify=verify)
+
+    async def read(self, manifest: AnyManifest, *, verify: bool) -> tuple[Manifest, torch.Tensor]:
+        """(manifest, payload) of a version whose manifest is known. Raises RuntimeError for a wrong checksum."""
+        version = manifest.version
+        if isinstance(manifest, Manifest) and manifest.handle:
             with span("read weights"):
-                payload = self._mapped.open(manifest)
+                whole, payload = manifest, self._mapped.open(manifest)
         else:
             with span("wait for the store"):
-                manifest, payload = await self.fetcher.fetch(manifest, verify, self._get, lambda p: _key(version, p))
+                whole, payload = await self.fetcher.fetch(manifest, verify, self._get, lambda p: _key(version, p))
         if verify:
             with span("read weights"):
-                is_intact = intact(payload, manifest)
+                is_intact = intact(payload, whole)
             if not is_intact:
                 raise RuntimeError(f"policy_version={version}: the payload's checksum is wrong; publish it again")
-        return manifest, payload
+        return whole, payload
 
     async def _refuse_missing(self, version: int | str) -> NoReturn:
         raise RuntimeError(

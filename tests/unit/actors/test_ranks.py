@@ -19,6 +19,7 @@ from torchtitan_rl.actors.trainer_files import TrainerFiles  # noqa: E402
 from torchtitan_rl.config.meshes import LoRAConfig, TrainerConfig  # noqa: E402
 from torchtitan_rl.weights import layout  # noqa: E402
 from torchtitan_rl.weights.exchange import WeightExchange  # noqa: E402
+from torchtitan_rl.weights.finite import NotFinite  # noqa: E402
 
 
 class OnDevice:
@@ -76,18 +77,21 @@ def test_ranks_that_do_not_write_an_export_drop_each_whole_tensor_before_the_nex
 
 
 class Store:
-    """Notes (version, tensors, whether they are verified) of what is published."""
+    """Notes (version, tensors, whether they are verified) of what is kept, and the versions that are announced."""
 
-    def __init__(self, published, *, error=None):
-        """`error` is raised by the first publication."""
-        self.published, self.error = published, error
+    def __init__(self, kept, *, error=None):
+        """`error` is raised by the first `keep`."""
+        self.kept, self.announced, self.error = kept, [], error
 
-    async def publish(self, manifest, payload, *, handle):
+    async def announce(self, manifest):
+        self.announced.append(manifest.version)
+
+    async def keep(self, manifest, payload, *, handle):
         if self.error is not None:
             error, self.error = self.error, None
             raise error
         tensors = {name: tensor.tolist() for name, tensor in layout.read(payload, manifest).items()}
-        self.published.append((manifest.version, tensors, bool(manifest.blocks)))
+        self.kept.append((manifest.version, tensors, bool(manifest.blocks)))
 
 
 def model_of(**parameters):
@@ -112,25 +116,27 @@ async def test_a_push_from_a_gpu_waits_for_the_device_before_anyone_hears_of_it(
     exchange.close()
 
 
-async def test_weights_that_are_not_finite_are_named_and_never_published(monkeypatch):
+async def test_weights_that_are_not_finite_are_named_and_never_kept(monkeypatch):
     """Finite in the trainer's float32, infinite in the generators' bfloat16."""
-    published = []
+    kept = []
     exchange = WeightExchange(
         model_of(a=torch.ones(2), b=torch.tensor([1.0, 3.4e38])),
         n_kv_heads=1,
         config=TrainerConfig(),
         device=SimpleNamespace(type="cpu"),
-        store=Store(published),
+        store=Store(kept),
     )
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    assert await exchange.push(3, torch.float32, "shared_memory", True) == ""
-    assert await exchange.push(4, torch.bfloat16, "shared_memory", True) == "b"
-    assert [version for version, _, _ in published] == [3]
+    manifest = await exchange.push(3, torch.float32, "shared_memory", True)
+    assert manifest.version == 3 and list(manifest.entries) == ["a", "b"]
+    assert await exchange.push(4, torch.bfloat16, "shared_memory", True) == NotFinite(version=4, tensor="b")
+    assert [version for version, _, _ in kept] == [3]
     exchange.close()
 
 
 async def test_a_base_that_was_not_published_is_published_before_the_next_adapters(monkeypatch):
-    model, published = torch.nn.Module(), []
+    model, kept = torch.nn.Module(), []
+    store = Store(kept, error=RuntimeError("no answer within 600 s"))
     model.w = torch.nn.Linear(2, 2, bias=False)
     model.w.lora_a, model.w.lora_b = torch.nn.Linear(2, 1, bias=False), torch.nn.Linear(1, 2, bias=False)
     exchange = WeightExchange(
@@ -138,7 +144,7 @@ async def test_a_base_that_was_not_published_is_published_before_the_next_adapte
         n_kv_heads=1,
         config=TrainerConfig(lora=LoRAConfig(rank=1, alpha=1.0)),
         device=SimpleNamespace(type="cpu"),
-        store=Store(published, error=RuntimeError("no answer within 600 s")),
+        store=store,
     )
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
@@ -146,13 +152,16 @@ async def test_a_base_that_was_not_published_is_published_before_the_next_adapte
         await exchange.push_adapters(3, torch.float32, "shared_memory", True)
     with torch.no_grad():
         model.w.weight[0, 0] = float("nan")
-    assert await exchange.push_adapters(3, torch.float32, "shared_memory", True) == "w.weight"
+    not_finite = NotFinite(version=3, tensor="w.weight")
+    assert await exchange.push_adapters(3, torch.float32, "shared_memory", True) == not_finite
     with torch.no_grad():
         model.w.weight[0, 0] = 0.0
     for version in (3, 4):
-        assert await exchange.push_adapters(version, torch.float32, "shared_memory", True) == ""
-    (base, tensors, _), *versions = published
+        manifest = await exchange.push_adapters(version, torch.float32, "shared_memory", True)
+        assert (manifest.version, manifest.base) == (version, kept[0][0])
+    (base, tensors, _), *versions = kept
     assert base.startswith("base-") and list(tensors) == ["w.weight"]
+    assert store.announced == [base], "generators look the base up; a version's manifest is the trainer's answer"
     assert [(version, sorted(adapters)) for version, adapters, _ in versions] == [
         (version, ["w.lora_a.weight", "w.lora_b.weight"]) for version in (3, 4)
     ]

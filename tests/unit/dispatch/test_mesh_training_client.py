@@ -14,6 +14,7 @@ from torchtitan_rl.dispatch.mesh_training_client import MeshTrainingClient, _agr
 from torchtitan_rl.dispatch.microbatches import plan_microbatches
 from torchtitan_rl.types import Datum, OptimStepOutput, RankOutput
 from torchtitan_rl.weights.finite import NotFinite, WeightsNotFinite
+from torchtitan_rl.weights.layout import Manifest
 
 
 def datum(length, loss_mask=None):
@@ -219,10 +220,10 @@ async def test_a_version_that_one_rank_found_not_finite_is_discarded_and_named()
         finally:
             discarded.extend(entry[2] for entry in mesh.log if entry[1] == "discard_weights")
 
-    discarded = []
-    assert await push(7, 7) == 7
+    discarded, manifest = [], Manifest(version=7, entries={}, nbytes=0)
+    assert await push(manifest, 7) is manifest
     with pytest.raises(RuntimeError, match="ranks disagree: \\[7, 8\\]"):
-        await push(7, 8)
+        await push(manifest, 8)
     with pytest.raises(WeightsNotFinite, match="policy_version=7: norm.weight has a NaN or an infinity"):
         await push(NotFinite(version=7, tensor="norm.weight"), 7)
     assert discarded == [7]

@@ -31,6 +31,8 @@ from torchtitan_rl.types import (
     num_trained,
 )
 from torchtitan_rl.weights import checkpoint
+from torchtitan_rl.weights.layout import Manifest
+from torchtitan_rl.weights.pieces import AnyManifest
 
 __all__ = ["RECORD", "RemoteTrainingClient"]
 
@@ -236,20 +238,20 @@ class RemoteTrainingClient(TrainingClient):
 
     def push_weights(
         self, dtype: torch.dtype, transport: str, verify: bool, adapters_apart: bool = False
-    ) -> asyncio.Future[int]:
-        """Makes the present weights a version to sample from, and returns its number. The service chooses dtype and
-        transport, and whether it merges adapters."""
+    ) -> asyncio.Future[AnyManifest]:
+        """Makes the present weights a version to sample from, and returns a manifest without tensors. The service
+        chooses dtype and transport, and whether it merges adapters."""
 
-        async def send() -> Awaitable[int]:
+        async def send() -> Awaitable[AnyManifest]:
             return self._published(self._client.save_weights_and_get_sampling_client(), self._version)
 
         return self._order.submit(send)
 
-    async def _published(self, future: Any, version: asyncio.Future[int]) -> int:
+    async def _published(self, future: Any, version: asyncio.Future[int]) -> AnyManifest:
         client = await self._answered("push_weights", future)
         number = await asyncio.shield(version)
         self._samplers.add(number, client)
-        return number
+        return Manifest(version=number, entries={}, nbytes=0)
 
     async def discard_weights(self, version: int | str) -> None:
         """Does nothing: `Samplers.discard` has forgotten the version."""

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from torchtitan_rl.dispatch.role_mesh import NoAnswer, describe
+from torchtitan_rl.weights.pieces import AnyManifest
 
 __all__ = ["Samplers", "answered", "not_offered", "sdk"]
 
@@ -95,6 +96,9 @@ class Samplers:
 
     async def fetch(self, version: int | str, *, verify: bool) -> NoReturn:
         not_offered("fetch")
+
+    async def announce(self, manifest: AnyManifest) -> None:
+        """Does nothing: `add` has made the version visible."""
 
     async def publish(self, *args: Any, **options: Any) -> NoReturn:
         not_offered("publish")

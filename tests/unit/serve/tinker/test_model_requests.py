@@ -166,8 +166,8 @@ class Pushing:
             manifest = layout.plan(version, [("w", (4,), torch.float32, True)], None)
             handle, payload = self.buffers.take(version, manifest.nbytes)
             payload.view(torch.float32).fill_(version)
-            await self.store.publish(manifest, payload, handle=handle)
-            return version
+            await self.store.keep(manifest, payload, handle=handle)
+            return manifest
 
     async def discard_weights(self, version):
         async with self.lock:
@@ -177,7 +177,8 @@ class Pushing:
 def policy_versions(numbers, push_s=0.0):
     store = MemoryStore()
     config = SimpleNamespace(transport="shared_memory", verify=False)
-    return store, PolicyVersions(Pushing(store, numbers, push_s), store, config, torch.float32, one_host=True)
+    trainer = Pushing(store, numbers, push_s)
+    return trainer, PolicyVersions(trainer, store, config, torch.float32, one_host=True)
 
 
 async def test_weights_with_names_leave_the_store_and_take_no_room_of_those_without(tmp_path):
@@ -203,7 +204,7 @@ async def test_weights_with_names_leave_the_store_and_take_no_room_of_those_with
 
 
 async def test_a_version_that_is_published_again_while_it_is_pushed_out_keeps_its_weights(tmp_path):
-    store, published = policy_versions([1, 2, 1, 3], push_s=0.1)
+    _, published = policy_versions([1, 2, 1, 3], push_s=0.1)
     versions = Versions(published, max_published=1, max_spooled=9, spool=tmp_path / "spool")
 
     async def publish():
@@ -215,12 +216,11 @@ async def test_a_version_that_is_published_again_while_it_is_pushed_out_keeps_it
     assert await asyncio.gather(publish(), publish()) == [2, 1]
     async with versions.published(1):
         await publish()
-        manifest, payload = await store.fetch(1, verify=False)
-        assert layout.read(payload, manifest)["w"].tolist() == [1.0] * 4
+        assert (await published.tensors(1))["w"].tolist() == [1.0] * 4
 
 
 async def test_weights_of_a_model_that_is_unloaded_while_they_are_published_stay_nowhere(tmp_path):
-    store, published = policy_versions([7, 8], push_s=0.1)
+    trainer, published = policy_versions([7, 8], push_s=0.1)
     versions = Versions(published, max_published=2, max_spooled=3, spool=tmp_path / "spool")
     server = Server(tmp_path / "models", None, "m", versions=versions)
     body = SaveForSamplerBody(model_id="m", seq_id=1)
@@ -230,7 +230,7 @@ async def test_weights_of_a_model_that_is_unloaded_while_they_are_published_stay
     assert "is unloaded (its session was finished)" in await server.answer(answer)
     assert await published.publish_for("another model") == 8  # the trainer has published the first by now
     await asyncio.sleep(0.05)
-    assert await store.versions() == [8] and published.holders() == {8: ["another model"]}
+    assert list(trainer.buffers.used) == [8] and published.holders() == {8: ["another model"]}
 
 
 async def test_a_save_that_fails_leaves_no_directory_and_one_that_was_cut_off_is_deleted_at_the_next_start(tmp_path):

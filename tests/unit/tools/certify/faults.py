@@ -230,8 +230,8 @@ class StaleStore(MemoryStore):
         super().__init__()
         self._first = None
 
-    async def fetch(self, version, *, verify):
-        manifest, payload = await super().fetch(version, verify=verify)
+    async def read(self, manifest, *, verify):
+        manifest, payload = await super().read(manifest, verify=verify)
         payload = payload.clone()
         place = layout.read(payload, manifest)[self.NAME]
         if self._first is None:
