@@ -3,16 +3,25 @@
 A tensor keeps its identity, shape and views; only the storage is emptied and filled again. Thus FSDP and the optimizer
 need no notice when parameters, gradients and optimizer state leave the device and return. On a CPU `offload` copies
 bytes from memory to memory: the mechanism runs and frees nothing.
+
+The host's memory of a part is one piece, which stays for the next offload: pinning it takes longer than the copies.
+torch would pin memory for each storage, of up to twice the storage's size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import accumulate
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from torchtitan_rl import platform
+
 __all__ = ["Part", "model_tensors", "gradient_tensors", "optimizer_tensors", "device_bytes"]
+
+_ALIGNMENT = 64
+"""Of a storage's bytes in host memory."""
 
 
 class Part:
@@ -20,26 +29,39 @@ class Part:
 
     def __init__(self) -> None:
         self.on_device = True
-        self._host: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
+        self._host = torch.empty(0, dtype=torch.uint8)
+        self._emptied: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
+        """Each storage without its bytes, and where in `_host` these are."""
 
     def offload(self, tensors: Iterable[torch.Tensor]) -> None:
         """Copies the tensors' storages to host memory and empties the storages. A second call changes nothing."""
         if not self.on_device:
             return
-        self.on_device = False
-        for storage in _storages(tensors):
-            device_bytes_N = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            host_bytes_N = torch.empty_like(device_bytes_N, device="cpu", pin_memory=storage.device.type == "cuda")
-            host_bytes_N.copy_(device_bytes_N)
+        storages = _storages(tensors)
+        starts = [0, *accumulate(-(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT for storage in storages)]
+        self._make_room(starts[-1])
+        places = [self._host[start : start + storage.nbytes()] for storage, start in zip(storages, starts)]
+        for storage, place in zip(storages, places):
+            place.copy_(_bytes_of(storage), non_blocking=True)
+        platform.wait_for_copies()
+        for storage in storages:
             storage.resize_(0)
-            self._host.append((storage, host_bytes_N))
+        self._emptied, self.on_device = list(zip(storages, places)), False
 
     def onload(self) -> None:
         """Fills the emptied storages from host memory. A second call changes nothing."""
-        for storage, host_bytes_N in self._host:
-            storage.resize_(host_bytes_N.numel())
-            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).copy_(host_bytes_N)
-        self._host, self.on_device = [], True
+        for storage, place in self._emptied:
+            storage.resize_(len(place))
+            _bytes_of(storage).copy_(place, non_blocking=True)
+        platform.wait_for_copies()
+        self._emptied, self.on_device = [], True
+
+    def _make_room(self, nbytes: int) -> None:
+        """Makes the host's memory as large as what is copied there: gradients may have been absent at first."""
+        if nbytes > len(self._host):
+            platform.unpin(self._host)
+            self._host = torch.empty(nbytes, dtype=torch.uint8)
+            platform.pin_new(self._host)
 
 
 def model_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -65,6 +87,10 @@ def optimizer_tensors(optimizers) -> list[torch.Tensor]:
 def device_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes that the tensors' storages hold now; 0 once offloaded."""
     return sum(storage.nbytes() for storage in _storages(tensors))
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
