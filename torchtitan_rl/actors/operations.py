@@ -87,6 +87,9 @@ class TrainerOperations(Protocol):
 
     # Weights, through the store.
 
+    def reserve_weights(self, dtype: torch.dtype, transport: str) -> None:
+        """Makes the memory that `push_weights` writes to."""
+
     @needs("model")
     def push_weights(
         self, dtype: torch.dtype, transport: str, verify: bool, adapters_apart: bool

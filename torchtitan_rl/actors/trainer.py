@@ -87,6 +87,10 @@ class PolicyTrainer(Actor):
     # Weights, through the store.
 
     @endpoint
+    async def reserve_weights(self, dtype: torch.dtype, transport: str) -> None:
+        self.rank.reserve_weights(dtype, transport)
+
+    @endpoint
     async def push_weights(
         self, dtype: torch.dtype, transport: str, verify: bool, adapters_apart: bool
     ) -> AnyManifest | NotFinite | int:

@@ -198,6 +198,10 @@ class TrainerRank:
 
     # Weights, through the store.
 
+    def reserve_weights(self, dtype: torch.dtype, transport: str) -> None:
+        with self.serving(TrainerOperations.reserve_weights):
+            self.exchange.reserve(dtype, transport)
+
     async def push_weights(
         self, dtype: torch.dtype, transport: str, verify: bool, adapters_apart: bool
     ) -> AnyManifest | NotFinite | int:

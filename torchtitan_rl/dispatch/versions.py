@@ -21,7 +21,7 @@ from torchtitan_rl.weights.payload import PayloadWriter
 from torchtitan_rl.weights.pieces import AnyManifest
 from torchtitan_rl.weights.versioned import VersionedStore
 
-__all__ = ["OneVersion", "PolicyVersions", "ServedVersions"]
+__all__ = ["OneVersion", "PolicyVersions", "ServedVersions", "transport_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -73,9 +73,7 @@ class PolicyVersions:
         """`adapters_apart`: a version is its adapters, which generators hold beside their base; else whole weights."""
         self._trainer, self._store, self._config, self._dtype = trainer, store, config, dtype
         self._adapters_apart = adapters_apart
-        self._transport = config.transport
-        if config.transport == "auto":
-            self._transport = "shared_memory" if one_host else "store"
+        self._transport = transport_of(config, one_host=one_host)
         self._manifests: dict[int, AnyManifest] = {}
         """Of the versions that are not deleted."""
         self._in_store: set[int] = set()
@@ -269,6 +267,14 @@ def _fill(payload: torch.Tensor, manifest: layout.Manifest, tensors: dict[str, t
     for name, tensor in tensors.items():
         writer.add(name, tensor)
     return writer.finish()
+
+
+def transport_of(config: WeightSyncConfig, *, one_host: bool) -> str:
+    """What `auto` stands for: `shared_memory` where all processes are on one host and no other can join, else
+    `store`."""
+    if config.transport != "auto":
+        return config.transport
+    return "shared_memory" if one_host else "store"
 
 
 class OneVersion:

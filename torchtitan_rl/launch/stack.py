@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from torchtitan_rl import platform
+from torchtitan_rl.actors.operations import TrainerOperations
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.config.run import COLOCATION, RunConfig
 from torchtitan_rl.dispatch.mesh_sampling_client import MeshSamplingClient
@@ -19,7 +20,7 @@ from torchtitan_rl.dispatch.recorded_routes import RecordedRoutes
 from torchtitan_rl.dispatch.repair import Repair
 from torchtitan_rl.dispatch.shared_plan import prefix_cost
 from torchtitan_rl.dispatch.training_client import TrainingClient
-from torchtitan_rl.dispatch.versions import OneVersion, PolicyVersions
+from torchtitan_rl.dispatch.versions import OneVersion, PolicyVersions, transport_of
 from torchtitan_rl.launch.backend import MeshLauncher, Stack
 from torchtitan_rl.launch.replicas import Replicas
 from torchtitan_rl.launch.threads import side_by_side
@@ -39,6 +40,7 @@ async def start_stack(config: RunConfig, launcher: MeshLauncher, model_dir: Path
     colocation, trainers = config.roles.colocation, config.trainers()
     placement = None if colocation == "none" else Placement(colocation)
     sharing = COLOCATION[colocation]
+    dtype, adapters_apart = getattr(torch, config.generator.dtype), config.generator.max_adapters > 0
     meshes: dict[str, list] = {}
 
     async def start(role: str) -> None:
@@ -50,6 +52,9 @@ async def start_stack(config: RunConfig, launcher: MeshLauncher, model_dir: Path
         else:
             trainer, model = trainers[role]
             meshes[role] = [await launcher.start_trainer(trainer, model, role=role, seed=config.seed, share_with=share)]
+            if role == "policy" and not adapters_apart:  # while generators start
+                transport = transport_of(config.weight_sync, one_host=launcher.one_host)
+                await meshes[role][0].call_all(TrainerOperations.reserve_weights, dtype, transport)
         if role in sharing:
             placement.add(role, meshes[role])
             await placement.evict(role)
@@ -83,9 +88,9 @@ async def start_stack(config: RunConfig, launcher: MeshLauncher, model_dir: Path
         roles["policy"],
         launcher.store,
         config.weight_sync,
-        getattr(torch, config.generator.dtype),
+        dtype,
         one_host=launcher.one_host,
-        adapters_apart=config.generator.max_adapters > 0,
+        adapters_apart=adapters_apart,
     )
     # A replacement would have no turn on shared devices.
     repair = None if "generator" in shared else launcher.repair(config.generator)

@@ -67,10 +67,9 @@ class WeightExchange:
         if transport == "store":
             return sharded_push.push(self, version, dtype, only, merged=merged)
         adapters = self.base_and_adapters()[1] if merged and self.lora is not None else {}
-        state, aliases = lora.base_state(fused_state(self.model)), aliases_of(self.model)
+        stored, aliases = self._stored()
         if only is not None:
-            state, aliases = {only: state[only]}, {}
-        stored = {name: tensor for name, tensor in state.items() if name not in aliases}
+            stored, aliases = {only: stored[aliases.get(only, only)]}, {}
         manifest = layout.plan(version, self._described(stored), dtype)
         manifest.entries |= {name: manifest.entries[kept] for name, kept in aliases.items()}
         if dist.get_rank():
@@ -90,6 +89,23 @@ class WeightExchange:
             return NotFinite(version=version, tensor=not_finite)
         await self.store.keep(manifest, payload, handle=handle)
         return manifest
+
+    def reserve(self, dtype: torch.dtype, transport: str) -> None:
+        """Makes the memory of two versions, the one that generators hold and the next one, before the first is pushed.
+        A collective call."""
+        if transport == "store":
+            nbytes = sharded_push.payload_bytes(self, dtype)
+        elif dist.get_rank():
+            return
+        else:
+            nbytes = layout.plan("", self._described(self._stored()[0]), dtype).nbytes
+        self.buffers.reserve(nbytes, 2)
+
+    def _stored(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """What a version has of the model, by name, each tensor once; further names -> the name it is there by."""
+        aliases = aliases_of(self.model)
+        state = lora.base_state(fused_state(self.model))
+        return {name: tensor for name, tensor in state.items() if name not in aliases}, aliases
 
     async def push_adapters(
         self, version: int, dtype: torch.dtype, transport: str, verify: bool

@@ -152,6 +152,15 @@ class SharedBuffers:
         self.used[version] = slot
         return f"/proc/{os.getpid()}/fd/{slot[0]}", slot[1]
 
+    def reserve(self, nbytes: int, number: int) -> None:
+        """Makes segments of so many bytes for later `take`, and touches their pages: the first write to new ones takes
+        several times as long, because the system clears them one by one."""
+        for _ in range(number):
+            fd, buffer = self._new(nbytes)
+            if not self._pins:  # which touches them
+                buffer.zero_()
+            self._free.append((fd, buffer))
+
     def _new(self, nbytes: int) -> tuple[int, torch.Tensor]:
         fd = os.memfd_create("torchtitan_rl_weights")
         os.ftruncate(fd, nbytes)

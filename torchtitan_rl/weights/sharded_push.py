@@ -16,7 +16,7 @@ from torchtitan_rl.weights.piece_server import PieceServer, own_host
 from torchtitan_rl.weights.pieces import Box, Piece, PieceManifest, Source, check_complete, owners
 from torchtitan_rl.weights.trainer_shards import LocalShard, aliases_of, entries_of, local_shards, pieces_of
 
-__all__ = ["Publisher", "push", "write_pieces"]
+__all__ = ["Publisher", "payload_bytes", "push", "write_pieces"]
 
 
 class Publisher:
@@ -52,10 +52,7 @@ def push(
     if only is not None:
         shards = {name: tensor for name, tensor in shards.items() if name == aliases.get(only, only)}
         aliases = {name: kept for name, kept in aliases.items() if name == only}
-    dtypes = {
-        name: tensor.values.dtype if dtype is None or name in exchange.buffer_names else dtype
-        for name, tensor in shards.items()
-    }
+    dtypes = _dtypes(exchange, shards, dtype)
     owned = {name: shards[name] for name in shards if name in _owned(exchange.pieces, shards, dtypes)}
     check = FiniteCheck()
     source = write_pieces(exchange, dist.get_rank(), version, owned, dtypes, adapters, check)
@@ -70,6 +67,21 @@ def push(
     entries |= {name: entries[kept] for name, kept in aliases.items()}
     entries = entries if only is None else {only: entries[only]}
     return PieceManifest(version=version, entries=entries, aliases=aliases, sources=sources)
+
+
+def payload_bytes(exchange: Any, dtype: torch.dtype | None) -> int:
+    """Bytes of the segment of this rank's pieces of a version. A collective call until a version has been pushed."""
+    shards = local_shards(exchange.model)
+    dtypes = _dtypes(exchange, shards, dtype)
+    owned = {name: shards[name] for name in shards if name in _owned(exchange.pieces, shards, dtypes)}
+    return _cut(owned, dtypes, exchange.n_kv_heads)[1]
+
+
+def _dtypes(exchange: Any, shards: dict[str, LocalShard], dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    return {
+        name: tensor.values.dtype if dtype is None or name in exchange.buffer_names else dtype
+        for name, tensor in shards.items()
+    }
 
 
 def _owned(publisher: Publisher, shards: dict[str, LocalShard], dtypes: dict[str, torch.dtype]) -> set[str]:
@@ -95,13 +107,8 @@ def write_pieces(
     check: FiniteCheck,
 ) -> Source:
     """Writes a trainer rank's pieces into a segment of a `WeightExchange` and serves them. `check` looks at each."""
-    cuts: list[tuple[str, Box, Piece]] = []
-    end = 0
-    for name, tensor in owned.items():
-        for box, piece in pieces_of(name, tensor, dtypes[name], exchange.n_kv_heads):
-            cuts.append((name, box, piece._replace(start=end)))
-            end += -(-piece.nbytes // layout.ALIGNMENT) * layout.ALIGNMENT
-    handle, buffer = exchange.buffers.take(version, max(end, layout.ALIGNMENT))
+    cuts, nbytes = _cut(owned, dtypes, exchange.n_kv_heads)
+    handle, buffer = exchange.buffers.take(version, nbytes)
     for name, box, piece in cuts:
         values = owned[name].values[box.within(owned[name].box)]
         if name in adapters:
@@ -125,6 +132,19 @@ def write_pieces(
         token=server.offer(version, buffer, pieces),
         pieces=pieces,
     )
+
+
+def _cut(
+    owned: dict[str, LocalShard], dtypes: dict[str, torch.dtype], n_kv_heads: int
+) -> tuple[list[tuple[str, Box, Piece]], int]:
+    """(name of the tensor, box in it, piece in its place) of each piece, and the bytes of all."""
+    cuts: list[tuple[str, Box, Piece]] = []
+    end = 0
+    for name, tensor in owned.items():
+        for box, piece in pieces_of(name, tensor, dtypes[name], n_kv_heads):
+            cuts.append((name, box, piece._replace(start=end)))
+            end += -(-piece.nbytes // layout.ALIGNMENT) * layout.ALIGNMENT
+    return cuts, max(end, layout.ALIGNMENT)
 
 
 def _part_of(adapter: tuple[torch.Tensor, torch.Tensor, float], box: Box) -> tuple[torch.Tensor, torch.Tensor, float]:

@@ -116,6 +116,32 @@ async def test_a_push_from_a_gpu_waits_for_the_device_before_anyone_hears_of_it(
     exchange.close()
 
 
+@pytest.fixture
+def process_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "store"])
+async def test_two_versions_are_written_to_memory_that_was_made_before(process_group, monkeypatch, transport):
+    exchange = WeightExchange(
+        model_of(a=torch.ones(300), b=torch.ones(7, 5)),
+        n_kv_heads=1,
+        config=TrainerConfig(),
+        device=SimpleNamespace(type="cpu"),
+        store=Store([]),
+    )
+    exchange.reserve(torch.bfloat16, transport)
+    with monkeypatch.context() as context:
+        context.setattr(exchange.buffers, "_new", lambda nbytes: pytest.fail(f"{nbytes} bytes were not reserved"))
+        for version in (1, 2):
+            assert (await exchange.push(version, torch.bfloat16, transport, True)).version == version
+        exchange.discard_weights(1)
+        assert (await exchange.push(3, torch.bfloat16, transport, True)).version == 3
+    exchange.close()
+
+
 async def test_weights_that_are_not_finite_are_named_and_never_kept(monkeypatch):
     """Finite in the trainer's float32, infinite in the generators' bfloat16."""
     kept = []
