@@ -71,11 +71,20 @@ class BiasedExperts(GptOssGroupedExperts):
         # Dispatch may leave rows after the last expert's. No product writes them or their gradient: another row, which
         # is no expert's, takes it.
         b1_EG, b2_ED = (torch.cat([bias, bias.new_zeros(1, bias.shape[1])]) for bias in (b1_EG, b2_ED))
-        h_RG = self._grouped_mm(A=x_RD, B_t=w1_EGD.transpose(-2, -1), offs=offsets_E) + b1_EG[expert_R]
+        h_RG = self._grouped_mm(A=x_RD, B_t=w1_EGD.transpose(-2, -1), offs=offsets_E) + _rows(b1_EG, expert_R)
         h_RF = swiglu(h_RG, limit=self.swiglu_limit)
         # Each of the ranks adds its share of the bias. The gradient of every rank's copy is the whole bias's.
-        shares_RD = ScaleBiasForward.apply(b2_ED[expert_R], num_parts, x_RD.dtype)
+        shares_RD = ScaleBiasForward.apply(_rows(b2_ED, expert_R), num_parts, x_RD.dtype)
         return self._grouped_mm(A=h_RF, B_t=w2_EDF.transpose(-2, -1), offs=offsets_E) + shares_RD
+
+
+def _rows(bias_ED: torch.Tensor, expert_R: torch.Tensor) -> torch.Tensor:
+    """The bias of each row's expert, (R, D), with a gradient that is summed in float32, in one order.
+
+    Indexing's gradient is summed on a CPU by threads in any order, and in bfloat16, where a sum of many small numbers
+    stops growing; embedding's is in order, and on CUDA in float32 whatever the dtype."""
+    table_ED = bias_ED if bias_ED.is_cuda else bias_ED.float()
+    return F.embedding(expert_R, table_ED).to(bias_ED.dtype)
 
 
 class Gate(Linear):

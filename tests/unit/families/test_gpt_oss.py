@@ -13,12 +13,14 @@ from tests.kit.refusal import refusal
 from tests.kit.view import VIEW
 from tests.unit.families.shapes import SHAPES
 from tests.unit.families.test_families import LENGTH, logprobs, perturbed
+from torchtitan_rl import platform
 from torchtitan_rl.config.meshes import LoRAConfig, TrainerConfig
 from torchtitan_rl.config.model import ExpertsShape, GptOssShape, ModelConfig
 from torchtitan_rl.families import shape_of_directory, shape_of_hf
 from torchtitan_rl.families.rope import YarnScaling
 from torchtitan_rl.model import attention
 from torchtitan_rl.model.attention import PackedDocuments, attend
+from torchtitan_rl.model.experts import _rows
 from torchtitan_rl.model.lora import base_state, lora_spec, merge, whole_adapters
 from torchtitan_rl.model.spec import build_spec, training_spec
 from torchtitan_rl.validation.trainer import check_trainer
@@ -192,6 +194,24 @@ def test_each_part_shows_in_the_log_probabilities(fault):
             if name.endswith(fault):
                 parameter.zero_()
         assert (logprobs(right, tokens) - logprobs(wrong, tokens)).abs().max() > 4e-4
+
+
+def test_the_gradient_of_an_experts_bias_is_summed_in_float32_and_in_one_order():
+    """Indexing sums it by threads in any order, in the dtype: 2,000 times .01 is 4 in bfloat16."""
+    expert_R = torch.arange(9).repeat_interleave(700)
+    bias_ED, grad_RD = torch.zeros(9, 400, requires_grad=True), torch.randn(len(expert_R), 400)
+
+    def gradient():
+        (grad,) = torch.autograd.grad(_rows(bias_ED, expert_R), bias_ED, grad_RD)
+        return grad
+
+    with platform.one_thread():
+        expected = gradient()
+    assert all(torch.equal(gradient(), expected) for _ in range(5))
+    bias_ED = torch.zeros(2, 8, dtype=torch.bfloat16, requires_grad=True)
+    rows = _rows(bias_ED, torch.zeros(2000, dtype=torch.long))
+    (grad,) = torch.autograd.grad(rows, bias_ED, torch.full_like(rows, 0.01))
+    assert rows.dtype == grad.dtype == torch.bfloat16 and grad.tolist() == [[20.0] * 8, [0.0] * 8]
 
 
 def test_documents_packed_together_do_not_see_each_other():
