@@ -164,14 +164,14 @@ def test_a_reference_that_was_refreshed_says_what_the_policy_says(loop, apart, t
             policy,
             before,
             await controller.role("reference").forward(data),
-            await controller.launcher.store.versions(),
+            await controller.launcher.store.holds("copy"),
         )
 
-    policy, before, after, versions = loop.run_until_complete(score())
+    policy, before, after, is_left = loop.run_until_complete(score())
     policy, before, after = (torch.cat(output.policy_logprobs) for output in (policy, before, after))
     assert (policy - before).abs().max() > 1e-3
     assert (policy - after).abs().max() <= 1e-5  # another layout, other sums
-    assert versions == [controller.policy_version]  # the copy is gone, the generators' version is there
+    assert not is_left and list(controller.versions.holders()) == [controller.policy_version]
 
 
 def _ratios(inputs):

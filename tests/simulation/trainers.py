@@ -53,7 +53,7 @@ class FakeStore:
         return self.held[version]
 
     async def announce(self, manifest: Manifest) -> None:
-        await asyncio.sleep(0.01)
+        """Takes no time, as where a version lies in shared memory: a request may come between push and pull."""
 
     async def discard(self, version: int) -> None:
         await asyncio.sleep(0.01)
@@ -163,6 +163,9 @@ class FakeTrainer:
         self.world.note(f"step {self.num_calls}: version {self.version}, weights {self.weights:08x}")
         norm = float("inf") if skipped else 1.0
         return OptimStepOutput(grad_norm=norm, lr=params.lr, policy_version=self.version, skipped=skipped)
+
+    def reserve_weights(self, dtype: torch.dtype, transport: str) -> None:
+        pass
 
     def push_weights(self, dtype: torch.dtype, transport: str, verify: bool, adapters_apart: bool = False) -> Manifest:
         self.world.store.held[self.version] = self.weights
