@@ -321,7 +321,7 @@ class Replica:
         return None
 
     async def _go_back(self, refusal: ValueError) -> None:
-        """Loads the held version once more, which the store keeps for this replica. Raises ReplicaLost where that
+        """Loads the held version once more, which is pinned for this replica. Raises ReplicaLost where that
         fails."""
         if self.loaded_version is None:
             return  # no request is in an engine without weights

@@ -165,7 +165,10 @@ class PolicyVersions:
         await asyncio.gather(*discarding)
 
     def manifest(self, version: int) -> AnyManifest:
-        """Of a version that somebody holds, as it was published last: what a generator needs to fetch it."""
+        """Of a version that somebody holds, as it was published last: what a generator needs to fetch it. Raises
+        ValueError for a version that was deleted or never published."""
+        if version not in self._manifests:
+            raise ValueError(f"policy_version={version}: is not published; these are: {sorted(self._manifests)}")
         return self._manifests[version]
 
     def holders(self) -> dict[int, list[str]]:

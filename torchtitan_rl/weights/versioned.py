@@ -1,7 +1,7 @@
 """Versions of weights over any store of keys and values, and a store in one process.
 
-A store has a version's manifest and either the version's payload or the handle of a payload in shared memory. The
-manifest is written last: a version exists when its manifest does.
+What one trainer role sends another, and a version in pieces or of a file, is in the store from when its manifest is,
+which is written last. A policy version in shared memory is not: whoever has its manifest reads it (`read`).
 """
 
 from __future__ import annotations
