@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchtitan_rl import platform
 from torchtitan_rl.config.meshes import GeneratorConfig
 from torchtitan_rl.families import DecoderShape, Qwen3Shape
 from torchtitan_rl.model.flops import forward_flops, training_flops
@@ -116,7 +117,8 @@ class TrainingSeconds:
     products: float
     """Matrix products and attention, as MFU counts them."""
     again: float
-    """Products that are computed again: the head's in its backward, and those that checkpointing does not keep."""
+    """Products that are computed again: the head's in its backward, but for one chunk, and those that checkpointing
+    does not keep."""
     logits: float
     """Three passes of the head's kernels over logits in bfloat16: one reads, one reads and writes."""
     between: float | None
@@ -136,14 +138,16 @@ gradient."""
 
 
 def products_again(shape: DecoderShape, checkpoint: str) -> int:
-    """Operations of one token's products that a backward computes again: the head's, and with `"selective"` those
-    whose output `memory.layer_activations` does not count as kept: attention's last, and up or, of a mixture, all."""
-    head = 2 * shape.dim * shape.vocab_size
+    """Operations of a microbatch's products that a backward computes again: the head's of all chunks but one, and with
+    `"selective"` those whose output `memory.layer_activations` does not count as kept: attention's last, and up or, of
+    a mixture, all."""
+    kept = platform.logprob_chunk_bytes(0, "cuda") // (4 * shape.vocab_size)
+    head = 2 * shape.dim * shape.vocab_size * max(0, TOKENS - kept)
     if checkpoint == "none":
         return head
     matrices = 1 if shape.experts is None else 3 * shape.experts.top_k
     layer = shape.n_heads * shape.head_dim * shape.dim + matrices * shape.dim * shape.hidden_dim
-    return head + 2 * shape.n_layers * layer
+    return head + 2 * shape.n_layers * layer * TOKENS
 
 
 def training_seconds(shape: DecoderShape, checkpoint: str, traffic: int | None, device: Device) -> TrainingSeconds:
@@ -152,7 +156,7 @@ def training_seconds(shape: DecoderShape, checkpoint: str, traffic: int | None, 
     fits = 16 * shape.num_parameters <= device.memory  # parameters, gradients and moments in float32
     return TrainingSeconds(
         products=training_flops(shape, [LENGTH] * (TOKENS // LENGTH)) / device.flops,
-        again=TOKENS * products_again(shape, checkpoint) / device.flops,
+        again=products_again(shape, checkpoint) / device.flops,
         logits=3 * 2 * TOKENS * shape.vocab_size / device.bandwidth,
         between=None if traffic is None else traffic / device.bandwidth,
         optimizer=OPTIMIZER_BYTES * shape.num_parameters / device.bandwidth if fits else None,

@@ -166,7 +166,7 @@ def experts_ask_the_host(dtype: str) -> bool:
 def logprob_chunk_bytes(mib: int, device: str | None = None) -> int:
     """Bytes of float32 logits in one chunk for a `logprob_chunk_mib`; 0 MiB stands for the default of `device`
     (`"cpu"` or `"cuda"`; None: this machine's device)."""
-    return (mib or (512 if (device or device_type()) == "cuda" else 128)) * 2**20
+    return (mib or (2048 if (device or device_type()) == "cuda" else 128)) * 2**20
 
 
 def microbatch_tokens(tokens: int, device: str | None = None) -> int:

@@ -135,10 +135,10 @@ def test_a_chunk_of_logits_by_device_where_the_config_leaves_it_open():
         plain = dict(tokens=8192, checkpoint="full", compute="float32", logprob_kernels="off")
         config = trainer(**plain, logprob_chunk_mib=0)
         sizes[device] = trainer_parts(config, QWEN3_0_6B, trains=False, device=device)["working"]
-        given = trainer(**plain, logprob_chunk_mib={"cpu": 128, "cuda": 512}[device])
+        given = trainer(**plain, logprob_chunk_mib={"cpu": 128, "cuda": 2048}[device])
         assert trainer_parts(given, QWEN3_0_6B, trains=False, device=device)["working"] == sizes[device]
     gathered = 4 * (151_936 * 1024 + 2 * ((596_049_920 - 151_936 * 1024) // 28))
-    assert sizes["cuda"] - gathered == 3 * 512 * 2**20 and sizes["cpu"] - gathered == 8192 * 4 * 33_280
+    assert sizes["cuda"] - gathered == 3 * 2048 * 2**20 and sizes["cpu"] - gathered == 8192 * 4 * 33_280
 
 
 def test_shards_divide_what_stays_and_tensor_parallelism_what_is_gathered():

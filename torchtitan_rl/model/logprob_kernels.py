@@ -2,9 +2,10 @@
 
 The logits of a chunk stay in the dtype of the matrix product (float32 with `float32_head`), and every number is
 computed in float32 from there, as `logprobs.py` computes it. Forward writes a chunk of logits (the product) and reads
-it once (`_row_sums`). Backward writes it again (the product), turns it in place into its gradient (`_gradients`: one
-read, one write), which the two products of the gradients read. That makes four reads and three writes of the chunk, of
-which two reads and one write are the kernels'.
+it once (`_row_sums`). Backward turns it in place into its gradient (`_gradients`: one read, one write), which the two
+products of the gradients read. Only one chunk is kept until then; backward computes the others again. That makes four
+reads and two writes of the chunk that is kept, and a third write of any other. Two reads and one write are the
+kernels'.
 
 Shape letters: T tokens, t tokens of a chunk, V rows of the vocabulary that this rank holds, D hidden size, K targets of
 a token.
@@ -132,8 +133,10 @@ class KernelLogprobs(torch.autograd.Function):
         (num_tokens, num_targets), num_columns = targets_TK.shape, len(weight_VD)
         peak_T, total_T, weighted_T = hidden_TD.new_empty(3, num_tokens, dtype=torch.float32).unbind()
         chosen_TK = torch.empty_like(targets_TK, dtype=torch.float32)
-        for start in range(0, num_tokens, chunk_tokens):
+        logits_tV = None
+        for start in reversed(range(0, num_tokens, chunk_tokens)):  # backward begins with the chunk that is kept
             rows = slice(start, start + chunk_tokens)
+            del logits_tV  # or this chunk's would be a second buffer
             logits_tV = head_product(hidden_TD[rows], weight_VD, float32=float32_head)
             _row_sums[(len(logits_tV),)](
                 logits_tV,
@@ -147,7 +150,6 @@ class KernelLogprobs(torch.autograd.Function):
                 float(temperature),
                 **_launch(num_columns),
             )
-            del logits_tV  # or the next chunk's would be a second buffer
         mine = (targets_TK >= 0) & (targets_TK < num_columns)
         if group is not None:
             own_peak_T, peak_T = peak_T, peak_T.clone()
@@ -164,6 +166,7 @@ class KernelLogprobs(torch.autograd.Function):
         logprobs_TK, entropy_T = chosen_TK - log_total_T[:, None], log_total_T - weighted_T / total_T
         ctx.save_for_backward(hidden_TD, weight_VD, targets_TK, peak_T, log_total_T, entropy_T)
         ctx.temperature, ctx.chunk_tokens, ctx.float32_head = temperature, chunk_tokens, float32_head
+        ctx.first_logits_tV = logits_tV if any(ctx.needs_input_grad) else None
         ctx.set_materialize_grads(False)  # a loss without an entropy term gives None, known without asking the device
         return logprobs_TK, entropy_T
 
@@ -180,7 +183,11 @@ class KernelLogprobs(torch.autograd.Function):
         num_blocks = triton.cdiv(num_columns, launch["BLOCK"])
 
         def grad_logits(rows):
-            logits_tV = head_product(hidden_TD[rows], weight_VD, float32=ctx.float32_head)
+            if rows.start == 0 and ctx.first_logits_tV is not None:
+                # Overwritten below, so a second backward computes them again.
+                logits_tV, ctx.first_logits_tV = ctx.first_logits_tV, None
+            else:
+                logits_tV = head_product(hidden_TD[rows], weight_VD, float32=ctx.float32_head)
             _gradients[(len(logits_tV) * num_blocks,)](
                 logits_tV,
                 targets_TK[rows],

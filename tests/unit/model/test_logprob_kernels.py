@@ -101,17 +101,19 @@ def test_what_needs_no_gradient_or_has_none_stays_so(differences):
         "masked tokens": True,
         "no gradient": True,
         "not a number": True,
+        "second backward": True,
     }
 
 
-def test_a_chunk_of_logits_is_read_four_times_and_written_three():
+def test_logits_are_read_four_times_and_written_twice_in_one_chunk_and_three_times_in_any_further_one():
     (counts,) = answers([start("passes")], timeout=120)
     for dtype, share in (("float32", 1), ("bfloat16", 0.5)):
-        # Passes are in bytes of a float32 chunk: bfloat16's are half as long.
-        kernels, whole = counts[dtype]["kernels"], counts[dtype]["with matrix products"]
-        assert kernels == pytest.approx({"reads": 2 * share, "writes": share}, rel=5e-3)
-        assert whole == pytest.approx({"reads": 4 * share, "writes": 3 * share}, rel=5e-3)
-        plain = counts[dtype]["torch's operators"]
+        # Passes are in bytes of all logits in float32: bfloat16's are half as long.
+        for num_chunks, writes in (("1", 2), ("2", 2.5)):
+            kernels, whole = counts[dtype][num_chunks]["kernels"], counts[dtype][num_chunks]["with matrix products"]
+            assert kernels == pytest.approx({"reads": 2 * share, "writes": share}, rel=5e-3)
+            assert whole == pytest.approx({"reads": 4 * share, "writes": writes * share}, rel=5e-3)
+        plain = counts[dtype]["1"]["torch's operators"]
         assert plain["reads"] + plain["writes"] > 20  # or the count would miss what torch does
 
 
@@ -236,17 +238,20 @@ def _edges() -> dict[str, bool]:
     masked = _results(hidden, weight, targets, 0.7, (mask[:, None], mask), chunk_tokens=4)[2]
     with torch.no_grad():
         logprobs, _ = chunked_logprobs(hidden, weight, targets[:, 0], chunk_tokens=4)
+    outputs = chunked_logprobs(hidden, weight, targets, temperature=0.7, chunk_tokens=6)
+    once, twice = (torch.autograd.grad(outputs, hidden, list(upstream), retain_graph=True)[0] for _ in range(2))
     broken = torch.full_like(hidden[:1].detach(), float("nan"))
     return frozen | {
         "masked tokens": bool((masked[mask == 0] == 0).all() and (masked[mask == 1] != 0).any()),
         "no gradient": logprobs.shape == (6,) and not logprobs.requires_grad,
+        "second backward": torch.equal(once, twice),
         "not a number": bool(chunked_logprobs(broken, weight, targets[:1], chunk_tokens=4)[0].isnan().all()),
     }
 
 
 def _passes() -> dict:
-    """Bytes that one chunk's forward and backward read and write of tensors as large as the logits, in units of the
-    chunk in float32. Kernels count every number they load and store."""
+    """Bytes that forward and backward read and write of tensors as large as a chunk of logits, in units of all logits
+    in float32, by dtype and number of chunks. Kernels count every number they load and store."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
     from triton.runtime.interpreter import GridExecutor, interpreter_builder
@@ -288,26 +293,28 @@ def _passes() -> dict:
             return outputs
 
         def passes(self, value) -> float:
-            if not isinstance(value, torch.Tensor) or value.numel() < numbers:
+            if not isinstance(value, torch.Tensor) or value.numel() < numbers // 2:
                 return 0.0
             return value.numel() * value.element_size() / 4 / numbers
 
     found = {}
     for dtype in DTYPES[:2]:
         *inputs, upstream = _inputs(num_tokens, vocab_size, 1, 1.0, 0.0, getattr(torch, dtype))
-        kernels.update(reads=0.0, writes=0.0)
-        with Operators() as products:
-            _results(*inputs, 0.7, upstream, chunk_tokens=num_tokens)
-        with Operators() as operators:
-            _results(*inputs, 0.7, upstream, chunk_tokens=num_tokens, kernels=False)
-        found[dtype] = {
-            "kernels": dict(kernels),
-            "with matrix products": {
-                "reads": kernels["reads"] + products.reads,
-                "writes": kernels["writes"] + products.writes,
-            },
-            "torch's operators": {"reads": operators.reads, "writes": operators.writes},
-        }
+        found[dtype] = {}
+        for num_chunks in (1, 2):
+            kernels.update(reads=0.0, writes=0.0)
+            with Operators() as products:
+                _results(*inputs, 0.7, upstream, chunk_tokens=num_tokens // num_chunks)
+            with Operators() as operators:
+                _results(*inputs, 0.7, upstream, chunk_tokens=num_tokens // num_chunks, kernels=False)
+            found[dtype][num_chunks] = {
+                "kernels": dict(kernels),
+                "with matrix products": {
+                    "reads": kernels["reads"] + products.reads,
+                    "writes": kernels["writes"] + products.writes,
+                },
+                "torch's operators": {"reads": operators.reads, "writes": operators.writes},
+            }
     return found
 
 
