@@ -22,8 +22,9 @@ def filtered(
     """(groups to train on, groups left out), in order, by `config.filters`; lowers rewards and masks rollouts in place.
 
     The overlong filter runs first. `drop` splits a group: complete rollouts stay, overlong ones are left out as a group
-    of the same id. The zero-variance filter then sees the remaining rewards, less penalties; groups with precomputed
-    advantages always pass it. `max_tokens` is the limit of one completion. `counts` receives `filter/...` metrics.
+    of the same id. The zero-variance filter then sees the remaining rewards, less penalties; groups that are weighed by
+    precomputed advantages always pass it. `max_tokens` is the limit of one completion. `counts` receives `filter/...`
+    metrics.
     """
     filters, kept, left_out = config.filters, [], []
     counts = Counter() if counts is None else counts
@@ -50,7 +51,7 @@ def filtered(
         if filters.overlong == "mask" and all(rollout.masked for rollout in group.rollouts):
             counts["filter/overlong_groups"] += 1
             left_out.append(dataclasses.replace(group, left_out="overlong"))
-        elif filters.zero_variance and all_equal(group.rewards) and not _has_precomputed(group, config):
+        elif filters.zero_variance and all_equal(group.rewards) and not _needs_no_variance(group, config):
             counts["filter/zero_variance_groups"] += 1
             left_out.append(dataclasses.replace(group, left_out="zero_variance"))
         else:
@@ -81,7 +82,9 @@ def _longest(rollout: Rollout) -> int:
     return max(len(turn.completion.tokens) for turn in rollout.turns)
 
 
-def _has_precomputed(group: RolloutGroup, config: AlgorithmConfig) -> bool:
-    if config.precomputed_advantages == "ignore":
-        return False
-    return scan(group).verdict is Verdict.ALL
+def _needs_no_variance(group: RolloutGroup, config: AlgorithmConfig) -> bool:
+    """Whether a group's own advantages weigh it. Where the config requires them, a group that lacks some passes too:
+    `precomputed_advantages` refuses it, and to leave it out would hide that."""
+    if config.precomputed_advantages == "require":
+        return True
+    return config.precomputed_advantages == "auto" and scan(group).verdict is Verdict.ALL

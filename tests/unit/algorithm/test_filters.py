@@ -61,6 +61,14 @@ def test_a_group_that_weighs_itself_needs_no_variance():
     assert filtered([own], ignored, max_tokens=8) == ([], [replace(own, left_out="zero_variance")])
 
 
+def test_a_group_that_lacks_required_advantages_is_refused_and_not_left_out():
+    required = config(zero_variance=True, precomputed_advantages="require")
+    kept, left_out = filtered([group(*attempts(0, [1.0, 1.0]))], required, max_tokens=8)
+    assert left_out == []
+    with pytest.raises(ValueError, match="precomputed_advantages='require'.*NONE: of 2 turns 0 carry advantages"):
+        to_datums(kept, required)
+
+
 def test_dropped_rollouts_leave_their_group():
     rollouts = [sized(2, 1.0), sized(8, 5.0, i=1, truncated=True), sized(2, 0.0, i=2)]
     (kept,), (out,) = filtered([group(*rollouts)], config(overlong="drop"), max_tokens=8)
