@@ -26,6 +26,7 @@ from torchtitan_rl.families import DecoderShape
 from torchtitan_rl.model.module_state import places
 from torchtitan_rl.model.row_blocks import copy_all, row_blocks
 from torchtitan_rl.model.spec import build_spec, with_positions
+from torchtitan_rl.record.tracing import span
 
 __all__ = ["EngineShape", "TorchtitanForCausalLM", "TorchtitanModel", "TorchtitanWithStates", "model_class"]
 
@@ -102,11 +103,13 @@ class TorchtitanModel(nn.Module):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Copies whole tensors under torchtitan's names into this rank's parameters, in place; a tied head once."""
         tensors = dict(weights)  # names and shapes were compared where the weights were fetched
-        copy_all(
-            (place, shard_for_rank(name, tensors[name], self.tp_rank, self.tp_size).reshape(place.shape))
-            for name, place in {id(place): (name, place) for name, place in self.places.items()}.values()
-        )
-        pack_matrices(self.decoder)
+        with span("copy weights"):
+            copy_all(
+                (place, shard_for_rank(name, tensors[name], self.tp_rank, self.tp_size).reshape(place.shape))
+                for name, place in {id(place): (name, place) for name, place in self.places.items()}.values()
+            )
+        with span("pack matrices"):
+            pack_matrices(self.decoder)
         return {name for name, _ in self.named_parameters()}
 
     @torch.inference_mode()
@@ -152,24 +155,26 @@ class TorchtitanModel(nn.Module):
         by_owner: dict[str, dict[str, torch.Tensor]] = {}
         pairs = {(id(self.places[name]), tensor.data_ptr()): (name, tensor) for name, tensor in weights}  # a tie once
         for name, tensor in pairs.values():
-            by_owner.setdefault(self._owner(name), {})[name] = tensor
+            by_owner.setdefault(self._owners[name], {})[name] = tensor
         # The largest first: on a CPU a core takes one module after another, whose fused weights it copies apart.
         groups = sorted(by_owner.items(), key=lambda group: -sum(tensor.nbytes for tensor in group[1].values()))
         on_device = any(place.is_cuda for place in self.places.values())
-        compared = list(map(self._differing, groups)) if on_device else platform.in_threads(self._differing, groups)
+        with span("compare weights"):
+            compared = list(map(self._differing, groups)) if on_device else platform.in_threads(self._differing, groups)
         differ = {name: differs for group in compared for name, differs in group.items()}
         for name, differs in zip(differ, torch.stack(list(differ.values())).tolist()):  # the only wait for a GPU
             if differs:
                 raise RuntimeError(f"policy_version={version}: the engine holds other values of {name} than were sent")
 
-    def _owner(self, name: str) -> str:
-        """The smallest module whose state dict has this tensor of `canonical_state`."""
-        owner, _, _ = name.rpartition(".")
-        try:
-            self.decoder.get_submodule(owner)
-        except AttributeError:  # a part of a fused weight: no module has its name
-            owner = owner.rpartition(".")[0]
-        return owner
+    @cached_property
+    def _owners(self) -> dict[str, str]:
+        """By each name of `canonical_state`, the smallest module whose state dict has that tensor."""
+        modules, owners = dict(self.decoder.named_modules()), {}
+        for name in self.places:
+            owner = name.rpartition(".")[0]
+            # No module has the name of a part of a fused weight.
+            owners[name] = owner if owner in modules else owner.rpartition(".")[0]
+        return owners
 
     def _differing(self, group: tuple[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """Whether each of the tensors of one module differs from this rank's part of the whole tensor of its name."""
