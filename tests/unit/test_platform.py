@@ -130,7 +130,7 @@ def test_experts_that_ask_the_host_cannot_be_captured(gpu, capability, dtype, as
 def test_chunks_of_logits_are_larger_on_a_gpu_unless_their_size_is_given(gpu):
     assert (platform.logprob_chunk_bytes(0), platform.logprob_chunk_bytes(3)) == (128 * 2**20, 3 * 2**20)
     gpu((9, 0))
-    assert (platform.logprob_chunk_bytes(0), platform.logprob_chunk_bytes(3)) == (512 * 2**20, 3 * 2**20)
+    assert (platform.logprob_chunk_bytes(0), platform.logprob_chunk_bytes(3)) == (2048 * 2**20, 3 * 2**20)
 
 
 def test_microbatches_are_larger_on_a_gpu_unless_their_size_is_given(gpu):
