@@ -25,8 +25,11 @@ def variables() -> Iterator[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def server(variables) -> psutil.Process:
-    (server,) = (p for p in psutil.Process().children() if p.environ().get(SERVERS) == variables[SERVERS])
-    return server
+    return server_of(variables)
+
+
+def server_of(variables: dict[str, str]) -> psutil.Process:
+    return psutil.Process(int(Path(variables[SERVERS], "pid").read_text()))
 
 
 def forks_of(server: psutil.Process) -> set[psutil.Process]:
@@ -84,7 +87,7 @@ def test_a_process_with_other_variables_that_are_read_at_import_starts_by_itself
 
 def test_nothing_is_left_of_a_server(tmp_path):
     with forks() as variables:
-        (server,) = (p for p in psutil.Process().children() if p.environ().get(SERVERS) == variables[SERVERS])
+        server = server_of(variables)
         with in_use(variables):
             process, fork = waits(server, tmp_path)
     assert process.wait(5) != 0 and gone(fork.pid) and not server.is_running()

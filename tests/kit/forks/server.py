@@ -103,6 +103,7 @@ def forks(awaited: Sequence[str] = ()) -> Iterator[dict[str, str]]:
                 pass_fds=fds,
                 env=environment | ONE_THREAD | {"VLLM_CONFIGURE_LOGGING": "0"},  # as `record.logs` sets it for a rank
             )
+        Path(directory, "pid").write_text(str(server.pid))
         for listener in listeners:
             listener.close()
         try:
