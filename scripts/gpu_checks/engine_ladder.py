@@ -96,6 +96,8 @@ COLUMNS = (
     "logprob_difference_max",
     "sleep_s",
     "wake_s",
+    "later_sleep_s",
+    "later_wake_s",
 )
 
 
@@ -144,14 +146,16 @@ def our_engine(rung: Rung, model_dir: Path, result: Result, tiny: bool) -> Itera
 
         yield sample
         if rung.sleeps:
-            start = time.perf_counter()
-            engine.sleep().result()
-            result.note(sleep_s=round(time.perf_counter() - start, 3))
-            start = time.perf_counter()
-            engine.wake("weights").result()
-            engine.wake("kv_cache").result()
-            result.note(wake_s=round(time.perf_counter() - start, 3))
-            sample([Request([20, 31, 27], SamplingParams(max_tokens=4, seed=0))])
+            # The first sleep pins the host memory that keeps the weights. torch keeps that memory for later ones.
+            for sleep, wake in (("sleep_s", "wake_s"), ("later_sleep_s", "later_wake_s")):
+                start = time.perf_counter()
+                engine.sleep().result()
+                result.note(**{sleep: round(time.perf_counter() - start, 3)})
+                start = time.perf_counter()
+                engine.wake("weights").result()
+                engine.wake("kv_cache").result()
+                result.note(**{wake: round(time.perf_counter() - start, 3)})
+                sample([Request([20, 31, 27], SamplingParams(max_tokens=4, seed=0))])
 
 
 @contextmanager

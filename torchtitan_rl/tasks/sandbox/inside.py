@@ -28,7 +28,7 @@ __all__ = ["ANSWER", "DIRECTORY", "FIRST_USER", "LENGTH", "MOUNT", "NOT_STARTED"
 
 DIRECTORY = "/tmp/sandbox"
 MOUNT = "/run/sandbox"
-"""Where a container has this file and, until process 1 has met the controller, the socket."""
+"""Where a container has this file and, until process 1 has connected to the controller, the socket."""
 FIRST_USER, NUM_USERS = 1 << 30, 1 << 29
 """Users that no machine has, from whom the sandboxes of root take theirs."""
 
@@ -182,7 +182,7 @@ def _run(channel: _Channel, settings: "dict[str, Any]", root: "_Root | None", re
             limit = "output"
         now = time.monotonic()
         if status is None and not limit and now >= look_at:
-            limit = "time" if now >= deadline else _passed(settings, root)
+            limit = "time" if now >= deadline else _exceeded(settings, root)
             _reaped(child, only_others=True)
             look_at = now + _LOOK_EVERY_S
     status = _kill_all(child, status)
@@ -260,8 +260,8 @@ def _killed_for_memory() -> int:
     return 0
 
 
-def _passed(settings: "dict[str, Any]", root: "_Root | None") -> str:
-    """The limit that all processes together have passed; empty: none. Memory that is shared after a fork counts once
+def _exceeded(settings: "dict[str, Any]", root: "_Root | None") -> str:
+    """The limit that all processes together exceed; empty: none. Memory that is shared after a fork counts once
     for each process."""
     memory = 0
     for name in os.listdir("/proc"):
@@ -443,7 +443,7 @@ def _answer_read(channel: _Channel, name: str, max_bytes: int) -> None:
     channel.answer(0, "", content)
 
 
-def _met(path: str) -> int:
+def _connected(path: str) -> int:
     """In a container: the socket on which the controller waits. It refuses once the controller has ended, and process 1
     ends with that."""
     import _socket
@@ -454,4 +454,4 @@ def _met(path: str) -> int:
 
 
 if __name__ == "__main__":
-    main(_met(sys.argv[1]))
+    main(_connected(sys.argv[1]))

@@ -1,5 +1,5 @@
 """The controller's side of process 1 (inside.py), whatever started it: requests and answers over one socket, and the
-door to the gateway.
+relay to the gateway.
 
     controller ── socket ── process 1 ── commands
         │  files, commands, their ends │
@@ -47,8 +47,8 @@ def readable_paths(read_only: Sequence[str]) -> list[Path]:
 class Process1:
     """Process 1 of a sandbox, as the controller drives it; `meet` makes it."""
 
-    def __init__(self, channel: _Channel, door: _Door | None, env: Mapping[str, str]) -> None:
-        self._channel, self._door, self._env = channel, door, env
+    def __init__(self, channel: _Channel, relay: _GatewayRelay | None, env: Mapping[str, str]) -> None:
+        self._channel, self._relay, self._env = channel, relay, env
         self._one_request, self._cancelled = asyncio.Lock(), False
 
     @classmethod
@@ -88,8 +88,8 @@ class Process1:
             "cpu_s": limits.cpu_s,
         }
         channel, listening = await _Channel.open(stream, settings)
-        door = None if listening is None else await _Door.open(listening, connect)
-        return cls(channel, door, env)
+        relay = None if listening is None else await _GatewayRelay.open(listening, connect)
+        return cls(channel, relay, env)
 
     async def write(self, files: Mapping[str, bytes]) -> None:
         content = {check_name(name): bytes(content) for name, content in files.items()}
@@ -121,10 +121,10 @@ class Process1:
         return None if status == 2 else content
 
     async def close(self) -> None:
-        """Closes the socket, at which process 1 ends, and the door."""
+        """Closes the socket, at which process 1 ends, and the relay."""
         self._channel.close()
-        if self._door is not None:
-            await self._door.close()
+        if self._relay is not None:
+            await self._relay.close()
 
     async def _ask(self, request: dict[str, Any], *, within_s: float) -> tuple[int, str, bytes, bytes]:
         async with self._one_request:
@@ -180,7 +180,7 @@ class _Channel:
         self._writer.close()
 
 
-class _Door:
+class _GatewayRelay:
     """Connections from within a sandbox, passed on to the gateway byte by byte."""
 
     def __init__(self, connect: Connect) -> None:
@@ -189,10 +189,10 @@ class _Door:
         self._connections: set[asyncio.Task] = set()
 
     @classmethod
-    async def open(cls, listening: socket.socket, connect: Connect) -> _Door:
-        door = cls(connect)
-        door._server = await asyncio.start_server(door._met, sock=listening)
-        return door
+    async def open(cls, listening: socket.socket, connect: Connect) -> _GatewayRelay:
+        relay = cls(connect)
+        relay._server = await asyncio.start_server(relay._forward, sock=listening)
+        return relay
 
     async def close(self) -> None:
         assert self._server is not None
@@ -201,7 +201,7 @@ class _Door:
             connection.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
 
-    async def _met(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = asyncio.current_task()
         assert connection is not None
         if len(self._connections) >= _MAX_CONNECTIONS:
@@ -212,8 +212,8 @@ class _Door:
         try:
             back, onward = await self._connect()
             async with asyncio.TaskGroup() as both:
-                both.create_task(_passed_on(reader, onward))
-                both.create_task(_passed_on(back, writer))
+                both.create_task(_copy_bytes(reader, onward))
+                both.create_task(_copy_bytes(back, writer))
         except* OSError:  # one side has gone away
             pass
         finally:
@@ -223,7 +223,7 @@ class _Door:
                     end.close()
 
 
-async def _passed_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _copy_bytes(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     while part := await reader.read(65536):
         writer.write(part)
         await writer.drain()

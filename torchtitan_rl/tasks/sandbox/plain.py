@@ -154,12 +154,12 @@ class Plain:
         return self._directory / name
 
     async def _watched(self, process: asyncio.subprocess.Process, output: _Output, timeout_s: float) -> str:
-        """Waits until the command has ended, or until it passes a limit, which is returned."""
+        """Waits until the command has ended, or until it exceeds a limit, which is returned."""
         reads = [
             asyncio.ensure_future(output.read(process.stdout, output.stdout)),
             asyncio.ensure_future(output.read(process.stderr, output.stderr)),
         ]
-        ends = [asyncio.ensure_future(process.wait()), asyncio.ensure_future(self._passed(process))]
+        ends = [asyncio.ensure_future(process.wait()), asyncio.ensure_future(self._exceeded(process))]
         waits: set[asyncio.Future] = {*reads, *ends}
         try:
             async with asyncio.timeout(timeout_s):
@@ -176,9 +176,9 @@ class Plain:
                 wait.cancel()
             await asyncio.gather(*reads, *ends, return_exceptions=True)
 
-    async def _passed(self, process: asyncio.subprocess.Process) -> str:
-        """Looks at processes and files until the command has ended, also where a process of the command still holds
-        the pipe open."""
+    async def _exceeded(self, process: asyncio.subprocess.Process) -> str:
+        """The limit of processes or files that the command exceeds; empty: none. Looks until the command has ended,
+        also where a process of the command still holds the pipe open."""
         while process.returncode is None:
             await asyncio.sleep(_LOOK_EVERY_S)
             first = int(self._isolated)  # process 1 of its namespace is none of the command's
