@@ -9,7 +9,8 @@ lags, and the processes of the others wait. The first steps of a block, which wa
 count. `rewards`: every reward waits 1 s. `long`: completions end by chance after 24 tokens, and one in 128 is 240 long.
 `turns`: 8 turns of at most 24 tokens; each answer of the environment takes 20 to 400 ms. `throttled`: 16
 tokens at most, and a sleep makes generation and training take 2 s each. Prints one line of JSON: seconds per step by
-lag, the mean of a block's steps and the median over blocks, and the ratios to the first lag.
+lag and processor seconds of all processes, the mean of a block's steps and the median over blocks, and the ratios to
+the first lag.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ import time
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
+from typing import NamedTuple
+
+import psutil
 
 import torchtitan_rl.config as rl
 from torchtitan_rl import Controller
@@ -93,23 +97,35 @@ def benchmark_config(work: str, tasks: int, threads: tuple[int, int], directory:
     return config
 
 
-async def block(controller: Controller, steps: int, work: str) -> float:
-    """Seconds per step of `steps` steps, after the steps that fill the pipeline: one more than the lag."""
+class PerStep(NamedTuple):
+    seconds: float
+    processor_seconds: float
+    """Of this process and all that it started: at most the seconds times the cores."""
+
+
+async def block(controller: Controller, steps: int, work: str) -> PerStep:
+    """What a step takes on average of `steps` steps, after the steps that fill the pipeline: one more than the lag."""
     lag = controller.config.algorithm.max_policy_lag
     if work == "throttled":
         controller.batches._play = partial(_throttled, controller.player.play)
-    seconds: list[float] = []
+    ends: list[tuple[float, float]] = []
     for _ in range(lag + 1 + steps):
-        began = time.perf_counter()
         batch = await controller.batches.next_batch()
         training = time.perf_counter()
         await controller.train_on(batch.groups, batch.sampled)
         if work == "throttled":
             await asyncio.sleep(max(0.0, 2.0 - (time.perf_counter() - training)))
         await controller.publish()
-        seconds.append(time.perf_counter() - began)
+        ends.append((time.perf_counter(), processor_seconds()))
     await controller.batches.cancel()
-    return mean(seconds[lag + 1 :])  # no median: with a lag, long and short steps alternate
+    # No median of the steps: with a lag, long and short ones alternate.
+    return PerStep(*((last - first) / steps for first, last in zip(ends[lag], ends[-1])))
+
+
+def processor_seconds() -> float:
+    own = psutil.Process()
+    times = [process.cpu_times() for process in (own, *own.children(recursive=True))]
+    return sum(time.user + time.system for time in times)
 
 
 async def _throttled(play, draws, counts):
@@ -119,8 +135,8 @@ async def _throttled(play, draws, counts):
     return groups
 
 
-async def measure(args) -> dict[int, list[float]]:
-    seconds: dict[int, list[float]] = {lag: [] for lag in args.lags}
+async def measure(args) -> dict[int, list[PerStep]]:
+    blocks: dict[int, list[PerStep]] = {lag: [] for lag in args.lags}
     controllers: dict[int, Controller] = {}
     with tempfile.TemporaryDirectory() as directory:
         async with AsyncExitStack() as stack:
@@ -130,8 +146,8 @@ async def measure(args) -> dict[int, list[float]]:
                 controllers[lag] = await stack.enter_async_context(await Controller.launch(config))
             for _ in range(args.blocks):
                 for lag in args.lags:
-                    seconds[lag].append(await block(controllers[lag], args.steps, args.work))
-    return seconds
+                    blocks[lag].append(await block(controllers[lag], args.steps, args.work))
+    return blocks
 
 
 def main() -> None:
@@ -143,15 +159,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--threads", type=int, nargs=2, default=(0, 0), help="of trainer and generator; 0: all cores")
     args = parser.parse_args()
-    seconds = asyncio.run(measure(args))
-    first = seconds[args.lags[0]]
+    blocks = asyncio.run(measure(args))
+    first = blocks[args.lags[0]]
     line = {
         "work": args.work,
         "tasks": args.tasks,
         "threads": list(args.threads),
-        "seconds_per_step": {lag: round(median(lag_seconds), 3) for lag, lag_seconds in seconds.items()},
+        "seconds_per_step": {lag: round(median(one.seconds for one in ours), 3) for lag, ours in blocks.items()},
+        "processor_seconds_per_step": {
+            lag: round(median(one.processor_seconds for one in ours), 3) for lag, ours in blocks.items()
+        },
         "ratio": {
-            lag: round(median(a / b for a, b in zip(first, lag_seconds)), 3) for lag, lag_seconds in seconds.items()
+            lag: round(median(a.seconds / b.seconds for a, b in zip(first, ours)), 3) for lag, ours in blocks.items()
         },
     }
     print(json.dumps(line))

@@ -52,7 +52,8 @@ async def test_a_hostile_command_does_not_get_out(name, host):
         command = line(sandbox.python, host, script)
         done = await sandbox.run(command, timeout_s=1.0 if name in SHORT else WITHIN_S)
         after = await sandbox.run(["ls", "/proc"], timeout_s=10)  # the sandbox lives, and nothing else in it
-        if name != "makes files without content":  # they are still too many, and whatever runs next ends for them
+        too_many_files = name.startswith("makes files without content")  # still: whatever runs next ends for them
+        if not too_many_files:
             assert after.status == 0 and len(re.findall(rb"^\d+$", after.stdout, re.MULTILINE)) == 2
         if name == "leaves links to files outside":
             for file in ("link", "directory/id_rsa", "pipe", "endless"):
