@@ -100,8 +100,13 @@ class TorchtitanModel(nn.Module):
         """The memory of this rank's parameters under torchtitan's names, see `module_state.places`."""
         return {name: place for name, place in places(self.decoder).items() if ".inner_attention." not in name}
 
+    @cached_property
+    def _parameter_names(self) -> set[str]:
+        return {name for name, _ in self.named_parameters()}
+
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Copies whole tensors under torchtitan's names into this rank's parameters, in place; a tied head once."""
+        """Copies whole tensors under torchtitan's names into this rank's parameters, in place; a tied head once.
+        Returns the names of all parameters, for vLLM."""
         tensors = dict(weights)  # names and shapes were compared where the weights were fetched
         with span("copy weights"):
             copy_all(
@@ -110,7 +115,7 @@ class TorchtitanModel(nn.Module):
             )
         with span("pack matrices"):
             pack_matrices(self.decoder)
-        return {name for name, _ in self.named_parameters()}
+        return self._parameter_names
 
     @torch.inference_mode()
     def load_adapters(self, slot: int, tensors: dict[str, torch.Tensor]) -> bool:

@@ -9,11 +9,11 @@ __all__ = ["whole", "load_whole", "plain_name", "vocabulary_cut"]
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The unsharded tensor; a collective call for a DTensor."""
-    tensor = tensor.detach()
-    if not isinstance(tensor, DTensor):
-        return tensor
-    return tensor.to_local() if tensor.device_mesh.size() == 1 else tensor.full_tensor()
+    """The unsharded tensor, without gradients; a collective call for a DTensor."""
+    with torch.no_grad():  # in which torch answers `to_local` at once: detaching a DTensor takes 20 microseconds
+        if isinstance(tensor, DTensor):
+            tensor = tensor.to_local() if tensor.device_mesh.size() == 1 else tensor.full_tensor()
+    return tensor.detach()
 
 
 def vocabulary_cut(vocab_size: int, rank: int, size: int) -> tuple[int, int]:

@@ -41,6 +41,7 @@ class WeightExchange:
         self.model, self.device, self.store = model, device, store
         self.buffers, self.pieces = layout.SharedBuffers(), sharded_push.Publisher()
         self.n_kv_heads, self.lora, self.layers = n_kv_heads, config.lora, fused_layers(model)
+        self.aliases = aliases_of(model)
         self._base = ""
         """The name of the base that adapters are published for; empty: none is published."""
         self._base_fingerprint = ""
@@ -103,9 +104,8 @@ class WeightExchange:
 
     def _stored(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """What a version has of the model, by name, each tensor once; further names -> the name it is there by."""
-        aliases = aliases_of(self.model)
         state = lora.base_state(fused_state(self.model))
-        return {name: tensor for name, tensor in state.items() if name not in aliases}, aliases
+        return {name: tensor for name, tensor in state.items() if name not in self.aliases}, self.aliases
 
     async def push_adapters(
         self, version: int, dtype: torch.dtype, transport: str, verify: bool

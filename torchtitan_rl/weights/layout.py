@@ -13,6 +13,7 @@ import socket
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -127,6 +128,7 @@ def checksum(buffer: torch.Tensor) -> str:
 # The memory of a buffer.
 
 
+@cache
 def host_name() -> str:
     """Host name and boot id: the boot id tells apart two machines with equal host names."""
     with open("/proc/sys/kernel/random/boot_id") as f:

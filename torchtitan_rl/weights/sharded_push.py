@@ -14,7 +14,7 @@ from torchtitan_rl.weights import layout
 from torchtitan_rl.weights.finite import FiniteCheck, NotFinite
 from torchtitan_rl.weights.piece_server import PieceServer, own_host
 from torchtitan_rl.weights.pieces import Box, Piece, PieceManifest, Source, check_complete, owners
-from torchtitan_rl.weights.trainer_shards import LocalShard, aliases_of, entries_of, local_shards, pieces_of
+from torchtitan_rl.weights.trainer_shards import LocalShard, entries_of, local_shards, pieces_of
 
 __all__ = ["Publisher", "payload_bytes", "push", "write_pieces"]
 
@@ -48,7 +48,7 @@ def push(
     """
     state = fused_state(exchange.model)
     adapters = lora.layer_adapters(state, exchange.lora) if merged and exchange.lora is not None else {}
-    shards, aliases = local_shards(exchange.model, state), aliases_of(exchange.model)
+    shards, aliases = local_shards(exchange.model, state), exchange.aliases
     if only is not None:
         shards = {name: tensor for name, tensor in shards.items() if name == aliases.get(only, only)}
         aliases = {name: kept for name, kept in aliases.items() if name == only}
