@@ -26,7 +26,7 @@ _HARMLESS = (
             *(f"roles.{role}.trainer" for role in ("critic", "reference", "teacher", "reward_model")),
         )
         for part in (
-            *("parallelism.", "num_hosts", "num_threads", "max_tokens_per_microbatch", "logprob_chunk_mib"),
+            *("parallelism.", "num_hosts", "num_threads", "nice", "max_tokens_per_microbatch", "logprob_chunk_mib"),
             *("activation_checkpoint", "shared_prefix", "logprob_kernels", "compile.", "comm."),
             *(
                 "optimizer.lr",

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Le
 from torchtitan.config import CommConfig, CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
 
 from torchtitan_rl.constraints import BETAS, Check, Hint
@@ -136,7 +136,7 @@ class TrainerConfig:
     computed whole. The metric `prompt/repeated_frac` says how much there is to save."""
     logprob_chunk_mib: Annotated[int, Ge(0), Hint("use 0 for the device's own size")] = 0
     """Size of one chunk's float32 logits, in MiB per rank; log-probabilities are computed a chunk at a time. 0: 128 on
-    a CPU, 512 on CUDA. Every chunk adds into the head's gradient (622 MB at a vocabulary of
+    a CPU, 2,048 on CUDA. Every chunk adds into the head's gradient (622 MB at a vocabulary of
     151,936 and a hidden size of 1,024), so small chunks move that memory often."""
     logprob_kernels: Literal["auto", "off"] = "auto"
     """`auto` computes log-probabilities and their gradients by Triton kernels on CUDA, which read and write a chunk's
@@ -144,6 +144,9 @@ class TrainerConfig:
     does. Outputs and gradients are the same up to rounding."""
     num_threads: Annotated[int, Ge(0), Hint("use 0 to share the cores among the ranks")] = 0
     """CPU threads per rank; 0: a host's cores, divided by the trainer's ranks on that host."""
+    nice: Annotated[int | None, Ge(0), Le(19)] = None
+    """Added to the niceness of the trainer's threads: where they compete for cores, the system gives more to threads
+    that are less nice. None: 5 where generators compute at the same time on the same cores, 0 elsewhere."""
     converters: list = field(default_factory=list)
     """torchtitan's model-config converters, such as float8's, applied in order before the model is built. For LoRA set
     `lora` instead."""
