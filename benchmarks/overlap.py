@@ -1,7 +1,7 @@
 """Steps per minute with batches generated ahead, against generation and training in turns, in one invocation.
 
     .venv/bin/python benchmarks/overlap.py [--lags 0 1] [--work plain|rewards|long|turns|throttled] [--tasks 16]
-                                        [--blocks 5] [--steps 6]
+                                        [--blocks 5] [--steps 6] [--threads 1 1] [--nice 0]
 
 A Qwen3 of 3.2M random parameters, 16 tasks of 8 rollouts, completions that end by chance (mean 64 tokens) or at 256
 tokens. Every lag has processes of its own, as a run at that lag starts them. Blocks of steps alternate between the
@@ -80,7 +80,7 @@ async def eight_turns(task, policy, *, rollout_id, seed):
 WORKFLOWS = {"long": one_long, "turns": eight_turns}
 
 
-def benchmark_config(work: str, tasks: int, threads: tuple[int, int], directory: str) -> rl.RunConfig:
+def benchmark_config(work: str, tasks: int, threads: tuple[int, int], nice: int | None, directory: str) -> rl.RunConfig:
     config = load_config(str(ROOT / "configs" / "quickstart.py"))
     config.output_dir, config.model.shape = directory, SHAPE
     config.supervised.num_steps = config.controller.eval_every = config.controller.checkpoint_every = 0
@@ -91,6 +91,7 @@ def benchmark_config(work: str, tasks: int, threads: tuple[int, int], directory:
     config.sampling.max_tokens, config.generator.max_model_len = 16 if work == "throttled" else 256, 512
     config.trainer.training.seq_len, config.trainer.optimizer.lr = 512, 1e-6
     config.trainer.num_threads, config.generator.num_threads = threads
+    config.trainer.nice = nice
     config.task.reward = slow_reward if work == "rewards" else reward
     if work in WORKFLOWS:
         config.algorithm.workflow = WORKFLOWS[work]
@@ -141,7 +142,7 @@ async def measure(args) -> dict[int, list[PerStep]]:
     with tempfile.TemporaryDirectory() as directory:
         async with AsyncExitStack() as stack:
             for lag in args.lags:
-                config = benchmark_config(args.work, args.tasks, tuple(args.threads), f"{directory}/{lag}")
+                config = benchmark_config(args.work, args.tasks, tuple(args.threads), args.nice, f"{directory}/{lag}")
                 config.controller.num_steps, config.algorithm.max_policy_lag = 10**6, lag
                 controllers[lag] = await stack.enter_async_context(await Controller.launch(config))
             for _ in range(args.blocks):
@@ -157,7 +158,10 @@ def main() -> None:
     parser.add_argument("--tasks", type=int, default=16, help="tasks of a step, 8 rollouts each")
     parser.add_argument("--blocks", type=int, default=5)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--threads", type=int, nargs=2, default=(0, 0), help="of trainer and generator; 0: all cores")
+    parser.add_argument(
+        "--threads", type=int, nargs=2, default=(0, 0), help="of trainer and generator; 0: as runs share cores"
+    )
+    parser.add_argument("--nice", type=int, help="trainer.nice; default: that of runs")
     args = parser.parse_args()
     blocks = asyncio.run(measure(args))
     first = blocks[args.lags[0]]

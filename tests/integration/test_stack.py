@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.integration.helpers import flat, random_datums, relative_l2
+from tests.integration.layouts import client, trainer_config, trainer_mesh
 from torchtitan_rl.actors.operations import GeneratorOperations
 from torchtitan_rl.algorithm.inputs import with_inputs
 from torchtitan_rl.algorithm.losses import cross_entropy, importance_sampling, ppo
@@ -381,3 +382,14 @@ def test_any_loss_gets_the_check_of_generator_against_trainer(loop, controller):
 
     outputs, _ = _gradient(loop, controller, [random_datums(4)], reinforce)
     assert {"policy/entropy", "mismatch/kl", "mismatch/logprob_diff_max"} <= outputs[0].metrics.keys()
+
+
+def test_the_threads_that_train_are_as_nice_as_the_config_says(loop, forked):
+    async def niceness():
+        async with trainer_mesh(trainer_config(nice=3)) as mesh:
+            await client(mesh).forward(random_datums(7))
+            (pid,) = mesh.pids
+            return [os.getpriority(os.PRIO_PROCESS, int(thread)) for thread in os.listdir(f"/proc/{pid}/task")]
+
+    own = os.nice(0)
+    assert set(loop.run_until_complete(niceness())) == {own, own + 3}  # Monarch's threads, which take calls, and ours

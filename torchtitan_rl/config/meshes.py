@@ -139,9 +139,9 @@ class TrainerConfig:
     a CPU, 2,048 on CUDA. Every chunk adds into the head's gradient (622 MB at a vocabulary of
     151,936 and a hidden size of 1,024), so small chunks move that memory often."""
     logprob_kernels: Literal["auto", "off"] = "auto"
-    """`auto` computes log-probabilities and their gradients by Triton kernels on CUDA, which read and write a chunk's
-    logits three times where torch's operators do so some twenty times; `off` uses torch's operators, as a CPU always
-    does. Outputs and gradients are the same up to rounding."""
+    """`auto` computes log-probabilities and their gradients by Triton kernels on CUDA, which read a chunk's logits four
+    times and write them two or three times, where torch's operators do so some twenty times; `off` uses torch's
+    operators, as a CPU always does. Outputs and gradients are the same up to rounding."""
     num_threads: Annotated[int, Ge(0), Hint("use 0 to share the cores among the ranks")] = 0
     """CPU threads per rank; 0: a host's cores, divided by the trainer's ranks on that host."""
     nice: Annotated[int | None, Ge(0), Le(19)] = None

@@ -42,6 +42,7 @@ class WeightExchange:
         self.buffers, self.pieces = layout.SharedBuffers(), sharded_push.Publisher()
         self.n_kv_heads, self.lora, self.layers = n_kv_heads, config.lora, fused_layers(model)
         self.aliases = aliases_of(model)
+        """Further name of a parameter -> the name by which a version has it."""
         self._base = ""
         """The name of the base that adapters are published for; empty: none is published."""
         self._base_fingerprint = ""
@@ -68,7 +69,7 @@ class WeightExchange:
         if transport == "store":
             return sharded_push.push(self, version, dtype, only, merged=merged)
         adapters = self.base_and_adapters()[1] if merged and self.lora is not None else {}
-        stored, aliases = self._stored()
+        stored, aliases = self._stored(), self.aliases
         if only is not None:
             stored, aliases = {only: stored[aliases.get(only, only)]}, {}
         manifest = layout.plan(version, self._described(stored), dtype)
@@ -99,13 +100,13 @@ class WeightExchange:
         elif dist.get_rank():
             return
         else:
-            nbytes = layout.plan("", self._described(self._stored()[0]), dtype).nbytes
+            nbytes = layout.plan("", self._described(self._stored()), dtype).nbytes
         self.buffers.reserve(nbytes, 2)
 
-    def _stored(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """What a version has of the model, by name, each tensor once; further names -> the name it is there by."""
+    def _stored(self) -> dict[str, torch.Tensor]:
+        """What a version has of the model, by name, each tensor once: not under its `aliases`."""
         state = lora.base_state(fused_state(self.model))
-        return {name: tensor for name, tensor in state.items() if name not in self.aliases}, self.aliases
+        return {name: tensor for name, tensor in state.items() if name not in self.aliases}
 
     async def push_adapters(
         self, version: int, dtype: torch.dtype, transport: str, verify: bool
