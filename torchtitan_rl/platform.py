@@ -9,6 +9,8 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import cache
+from pathlib import Path
 from typing import Literal, TypeVar
 
 import torch
@@ -22,6 +24,7 @@ __all__ = [
     "can_cut_prompts",
     "head_dims",
     "packs_matrices",
+    "multiplies_by_onednn",
     "missing_compiler",
     "has_float8",
     "grouped_mm_multiple",
@@ -47,6 +50,7 @@ logger = logging.getLogger(__name__)
 _set_num_threads = torch.set_num_threads  # vLLM's CPU worker replaces torch.set_num_threads by a no-op
 
 
+_CPUINFO = Path("/proc/cpuinfo")
 _own_device: torch.device | None = None
 """What `local_device` has chosen on CUDA."""
 
@@ -103,6 +107,23 @@ def packs_matrices(dtype: torch.dtype) -> bool:
     if device_type() != "cpu":
         return False
     return dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def multiplies_by_onednn(matrix: torch.Tensor) -> bool:
+    """Whether a trainer multiplies this matrix by oneDNN where torch would not: float32, on an x86 processor with
+    AVX-512 that is not Intel's. MKL, torch's choice, computes with AVX2 there and takes twice the time. oneDNN refuses
+    a matrix without elements."""
+    is_float32_here = matrix.dtype == torch.float32 and matrix.device.type == "cpu"
+    return is_float32_here and matrix.numel() > 0 and _mkl_leaves_avx512()
+
+
+@cache
+def _mkl_leaves_avx512() -> bool:
+    if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
+        return False
+    if torch.backends.cpu.get_cpu_capability() != "AVX512" or not _CPUINFO.exists():
+        return False
+    return "GenuineIntel" not in _CPUINFO.read_text(encoding="utf-8")
 
 
 def missing_compiler() -> str:

@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 import torch
 
+from torchtitan_rl.model.products import input_gradient
+
 __all__ = ["chunked_gradients"]
 
 
@@ -29,9 +31,9 @@ def chunked_gradients(ctx, hidden_TD, weight_VD, dtype, grad_logits: Callable[[s
         hidden = hidden_TD[rows]
         grad = grad_logits(rows)
         if wants_hidden:
-            torch.mm(grad, weight_VD, out=grad_hidden[rows])
+            input_gradient(grad, weight_VD, out=grad_hidden[rows])
         if wants_weight and grad_weight.dtype == grad.dtype:
-            grad_weight.addmm_(grad.T, hidden)
+            grad_weight.addmm_(grad.T, hidden)  # by torch's library: to add oneDNN's product is a further pass
         elif wants_weight and grad.is_cuda:  # the product is added before it is rounded to bfloat16
             torch.addmm(grad_weight, grad.T, hidden, out_dtype=dtype, out=grad_weight)
         elif wants_weight:  # bfloat16 products, summed over chunks in float32

@@ -18,6 +18,7 @@ adapters.adapt_torchtitan()
 
 from torchtitan.models.common.attention import VarlenAttention  # noqa: E402
 from torchtitan.models.common.decoder_sharding import dense_param_placement  # noqa: E402
+from torchtitan.models.common.linear import Linear  # noqa: E402
 from torchtitan.models.common.moe import TokenChoiceTopKRouter  # noqa: E402
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts  # noqa: E402
 from torchtitan.protocols.model_spec import ModelSpec  # noqa: E402
@@ -29,6 +30,7 @@ from torchtitan_rl.families.qwen3 import flavor_spec  # noqa: E402
 from torchtitan_rl.model.attention import PackedSDPA  # noqa: E402
 from torchtitan_rl.model.experts import BiasedExperts, ExpertLayer, ExpertRouter, Experts, Gate  # noqa: E402
 from torchtitan_rl.model.files import read_shape  # noqa: E402
+from torchtitan_rl.model.linear import TrainedLinear  # noqa: E402
 from torchtitan_rl.model.logprob_head import LogprobHead  # noqa: E402
 from torchtitan_rl.model.value_head import ValueHead  # noqa: E402
 
@@ -54,13 +56,17 @@ def build_spec(config: ModelConfig) -> ModelSpec:
 def training_spec(
     spec: ModelSpec, trainer_view, *, attention: str, chunk_bytes: int, kernels: bool = True, float32_head: bool = False
 ) -> ModelSpec:
-    """A new spec to train from: sharding filled in, packed attention, and a head that returns log-probabilities.
+    """A new spec to train from: sharding filled in, packed attention, linear layers
+    that choose their products, and a head that returns log-probabilities.
 
     `trainer_view` is any object with a torchtitan `parallelism` config. `attention` is `"sdpa"` or `"varlen"`.
     `chunk_bytes`, `kernels` and `float32_head` are the head's (`LogprobHead.Config`).
     """
     model = copy.deepcopy(spec.model)
     model.update_from_config(config=trainer_view)
+    for _, linear, parent, field in list(model.traverse(Linear.Config)):
+        if type(linear) is Linear.Config:  # a converter's layer, or a family's own, stays
+            setattr(parent, field, _recast(linear, TrainedLinear.Config))
     if attention == "sdpa":
         for layer in model.layers:
             if layer.attention is None:
