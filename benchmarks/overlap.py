@@ -80,7 +80,7 @@ async def eight_turns(task, policy, *, rollout_id, seed):
 WORKFLOWS = {"long": one_long, "turns": eight_turns}
 
 
-def benchmark_config(work: str, tasks: int, threads: tuple[int, int], nice: int | None, directory: str) -> rl.RunConfig:
+def benchmark_config(work: str, tasks: int, threads: tuple[int, int], nice: int, directory: str) -> rl.RunConfig:
     config = load_config(str(ROOT / "configs" / "quickstart.py"))
     config.output_dir, config.model.shape = directory, SHAPE
     config.supervised.num_steps = config.controller.eval_every = config.controller.checkpoint_every = 0
@@ -161,7 +161,7 @@ def main() -> None:
     parser.add_argument(
         "--threads", type=int, nargs=2, default=(0, 0), help="of trainer and generator; 0: as runs share cores"
     )
-    parser.add_argument("--nice", type=int, help="trainer.nice; default: that of runs")
+    parser.add_argument("--nice", type=int, default=0, help="trainer.nice")
     args = parser.parse_args()
     blocks = asyncio.run(measure(args))
     first = blocks[args.lags[0]]

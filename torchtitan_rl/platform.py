@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import cache
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -50,7 +49,6 @@ logger = logging.getLogger(__name__)
 _set_num_threads = torch.set_num_threads  # vLLM's CPU worker replaces torch.set_num_threads by a no-op
 
 
-_CPUINFO = Path("/proc/cpuinfo")
 _own_device: torch.device | None = None
 """What `local_device` has chosen on CUDA."""
 
@@ -114,16 +112,17 @@ def multiplies_by_onednn(matrix: torch.Tensor) -> bool:
     AVX-512 that is not Intel's. MKL, torch's choice, computes with AVX2 there and takes twice the time. oneDNN refuses
     a matrix without elements."""
     is_float32_here = matrix.dtype == torch.float32 and matrix.device.type == "cpu"
-    return is_float32_here and matrix.numel() > 0 and _mkl_leaves_avx512()
+    return is_float32_here and matrix.numel() > 0 and _MKL_LEAVES_AVX512
 
 
-@cache
-def _mkl_leaves_avx512() -> bool:
-    if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
+def _mkl_leaves_avx512(cpuinfo: Path) -> bool:
+    if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available() and cpuinfo.exists()):
         return False
-    if torch.backends.cpu.get_cpu_capability() != "AVX512" or not _CPUINFO.exists():
-        return False
-    return "GenuineIntel" not in _CPUINFO.read_text(encoding="utf-8")
+    vendor_is_intel = "GenuineIntel" in cpuinfo.read_text(encoding="utf-8")
+    return torch.backends.cpu.get_cpu_capability() == "AVX512" and not vendor_is_intel
+
+
+_MKL_LEAVES_AVX512 = _mkl_leaves_avx512(Path("/proc/cpuinfo"))  # no call: torch's compiler looks into those
 
 
 def missing_compiler() -> str:

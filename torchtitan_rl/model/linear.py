@@ -19,16 +19,15 @@ adapters.adapt_torchtitan()
 class TrainedLinear(Linear):
     """torchtitan's linear layer with the products of `products.py`, forward and backward.
 
-    Cut by tensor parallelism, or compiled, the layer computes as torchtitan's: a DTensor has no rule for oneDNN's
-    operator, and a compiler chooses products itself. `activation_checkpoint="selective"` computes all these products
-    again, where it knows torch's own and keeps every second one."""
+    Cut by tensor parallelism, the layer computes as torchtitan's: a DTensor has no rule for oneDNN's operator.
+    `activation_checkpoint="selective"` computes all products of oneDNN again, and of torch's own every second one."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
         pass
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if isinstance(self.weight, DTensor) or torch.compiler.is_compiling():
+        if isinstance(self.weight, DTensor):
             return super().forward(input)
         return _Products.apply(input, self.weight, self.bias)
 

@@ -25,7 +25,7 @@ WITH_ONEDNN = pytest.param(
 @pytest.fixture(params=[False, WITH_ONEDNN], ids=["torch", "onednn"])
 def library(request, monkeypatch):
     """Whether oneDNN multiplies, whatever this processor would choose."""
-    monkeypatch.setattr(platform, "_mkl_leaves_avx512", lambda: request.param)
+    monkeypatch.setattr(platform, "_MKL_LEAVES_AVX512", request.param)
     return request.param
 
 
@@ -93,6 +93,21 @@ def test_no_tokens(library):
     assert x.grad.shape == (1, 0, 24) and not built.weight.grad.any()
 
 
+@pytest.mark.skipif(bool(platform.missing_compiler()), reason=platform.missing_compiler())
+def test_a_compiled_layer_has_the_same_products(library):
+    built, x, g = layer(bias=True), drawn(2, 9, 24), drawn(2, 9, 40)
+    built(x).backward(g)
+    expected = [built.weight.grad, built.bias.grad]
+    built.zero_grad()
+    torch.compiler.reset()
+    compiled = torch.compile(built, fullgraph=True)
+    close(compiled(x), built(x).detach().double().numpy())
+    built.zero_grad()
+    compiled(x).backward(g)
+    for gradient, like in zip((built.weight.grad, built.bias.grad), expected, strict=True):
+        close(gradient, like.double().numpy())
+
+
 def test_equal_calls_give_equal_bits(library):
     built, x, g = layer(bias=False), drawn(1, 700, 24), drawn(1, 700, 40)
     answers = []
@@ -123,15 +138,10 @@ def test_which_processors_multiply_by_onednn(monkeypatch, tmp_path, vendor, capa
     cpuinfo = tmp_path / "cpuinfo"
     if vendor is not None:
         cpuinfo.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\nmodel name\t: one\n")
-    monkeypatch.setattr(platform, "_CPUINFO", cpuinfo)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     for library in (torch.backends.mkl, torch.backends.mkldnn):
         monkeypatch.setattr(library, "is_available", lambda: True)
-    platform._mkl_leaves_avx512.cache_clear()
-    try:
-        assert platform.multiplies_by_onednn(torch.zeros(2, 2)) is chosen
-    finally:
-        platform._mkl_leaves_avx512.cache_clear()
+    assert platform._mkl_leaves_avx512(cpuinfo) is chosen
 
 
 def linears(spec):
