@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
 
-from torchtitan_rl import adapters
+from torchtitan_rl import adapters, platform
 from torchtitan_rl.model.shared_prefix import MASKED_QUERIES
 
 __all__ = ["PackedDocuments", "PackedSDPA", "SharedKeys", "attend", "needs_whole_heads", "varlen_metadata"]
@@ -221,6 +221,8 @@ class PackedSDPA(VarlenAttention):
             k, v = (_ToDense.apply(x[0], layout.to_dense_P, layout.to_packed_T) for x in (k_BLNH, v_BLNH))
         else:
             k, v = (_ToKeys.apply(x[0], shared, layout.buckets) for x in (k_BLNH, v_BLNH))
+        if platform.attends_in_float32(q):
+            q, k, v = q.float(), k.float(), v.float()
         dense, sums, slot, key_slot = [], [], 0, 0
         for bucket, (num, padded) in enumerate(layout.buckets):
             num_keys = padded if shared is None else shared.prompts[bucket][1] + padded
@@ -235,7 +237,7 @@ class PackedSDPA(VarlenAttention):
                 out = _attend_after_prompt(qb, kb, vb, scale, enable_gqa)
             else:
                 out = F.scaled_dot_product_attention(qb, kb, vb, is_causal=True, scale=scale, enable_gqa=enable_gqa)
-            dense.append(out.transpose(1, 2).flatten(0, 1))
+            dense.append(out.to(q_BLNH.dtype).transpose(1, 2).flatten(0, 1))
         packed = _ToPacked.apply(torch.cat(dense), layout.to_packed_T)
         if out_transform is not None:
             packed = out_transform(packed, _ToPacked.apply(torch.cat(sums), layout.to_packed_T))

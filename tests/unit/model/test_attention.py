@@ -87,6 +87,18 @@ def test_single_precision_is_as_close_as_single_precision_allows():
         assert torch.allclose(ours.double(), reference, rtol=1e-5, atol=1e-5), name
 
 
+def test_bfloat16_is_rounded_where_it_goes_in_and_comes_out():
+    """On a CPU products and softmax of bfloat16 are in float32: what comes out is the float32 answer, rounded once."""
+    lengths = [1, 17, 9, 64, 1, 30]
+    inputs = random_inputs(lengths, seed=1, dtype=torch.bfloat16)
+    packed = output_and_gradients(packed_attention, inputs, lengths)
+    assert {x.dtype for x in packed} == {torch.bfloat16}
+    exact = output_and_gradients(naive_attention, [x.detach().double().requires_grad_() for x in inputs], lengths)
+    torch.testing.assert_close(packed[0].double(), exact[0], rtol=2**-8, atol=1e-6)
+    for name, ours, reference in zip(NAMES[1:], packed[1:], exact[1:], strict=True):  # of a rounded upstream gradient
+        assert torch.allclose(ours.double(), reference, rtol=2**-6, atol=2**-6), name
+
+
 def test_a_scale_of_ones_own():
     q, k, v = random_inputs([5, 3], seed=2, n_kv_heads=4)
     attention = PackedSDPA(PackedSDPA.Config())
