@@ -116,8 +116,8 @@ def packs_matrices(dtype: torch.dtype) -> bool:
 
 def multiplies_by_onednn(matrix: torch.Tensor) -> bool:
     """Whether a trainer multiplies this matrix by oneDNN where torch would not: float32, on an x86 processor with
-    AVX-512 that is not Intel's. MKL, torch's choice, computes with AVX2 there and takes twice the time. oneDNN refuses
-    a matrix without elements."""
+    AVX-512 that is not Intel's. MKL, torch's choice, takes twice the time on an AMD EPYC, as if it used AVX2 alone.
+    oneDNN refuses a matrix without elements."""
     is_float32_here = matrix.dtype == torch.float32 and matrix.device.type == "cpu"
     return is_float32_here and matrix.numel() > 0 and _MKL_LEAVES_AVX512
 

@@ -220,8 +220,8 @@ def test_a_head_in_float32_by_hand():
 
 def tiny_model(shape, dtype=torch.float32, policy=None):
     view = SimpleNamespace(parallelism=ParallelismConfig(spmd_backend="partial_dtensor"))
-    spec = training_spec(build_spec(ModelConfig(shape=shape)), view, attention="sdpa", chunk_bytes=64 * 4 * 16)
-    model = spec.model.build()
+    options = dict(attention="sdpa", chunk_bytes=64 * 4 * 16, chosen_products=policy is not SelectiveAC)
+    model = training_spec(build_spec(ModelConfig(shape=shape)), view, **options).model.build()
     model.init_weights()
     if policy is not None:
         policy.Config().build().apply(model)

@@ -79,6 +79,7 @@ def cut_model(
         chunk_bytes=chunk_bytes or platform.logprob_chunk_bytes(config.logprob_chunk_mib),
         kernels=config.logprob_kernels == "auto",
         float32_head=model_config.float32_head,
+        chosen_products=config.activation_checkpoint != "selective",
     )
     if config.training.seq_len:  # no datum is longer
         spec = with_positions(spec, config.training.seq_len)

@@ -19,8 +19,7 @@ adapters.adapt_torchtitan()
 class TrainedLinear(Linear):
     """torchtitan's linear layer with the products of `products.py`, forward and backward.
 
-    Cut by tensor parallelism, the layer computes as torchtitan's: a DTensor has no rule for oneDNN's operator.
-    `activation_checkpoint="selective"` computes all products of oneDNN again, and of torch's own every second one."""
+    Cut by tensor parallelism, the layer computes as torchtitan's: a DTensor has no rule for oneDNN's operator."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):

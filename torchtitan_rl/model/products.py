@@ -1,8 +1,8 @@
 """The three matrix products of a linear layer, forward and backward, by the faster library that torch has for them.
 
-torch multiplies float32 matrices on an x86 CPU by MKL, which uses AVX2 on processors of other vendors than Intel.
-oneDNN uses AVX-512 there, in half of the time (`platform.multiplies_by_onednn`). No public operator of torch takes
-oneDNN for float32: `mkldnn::_linear_pointwise` is what torch's compiler calls.
+torch multiplies float32 matrices on an x86 CPU by MKL, which on an AMD EPYC with AVX-512 takes twice the time of oneDNN
+(docs/numerics.md; `platform.multiplies_by_onednn`). No public operator of torch takes oneDNN for float32:
+`mkldnn::_linear_pointwise` is what torch's compiler calls.
 
 Shape letters: X any number of dimensions, T tokens, I and O inputs and outputs of the layer.
 """

@@ -54,18 +54,26 @@ def build_spec(config: ModelConfig) -> ModelSpec:
 
 
 def training_spec(
-    spec: ModelSpec, trainer_view, *, attention: str, chunk_bytes: int, kernels: bool = True, float32_head: bool = False
+    spec: ModelSpec,
+    trainer_view,
+    *,
+    attention: str,
+    chunk_bytes: int,
+    kernels: bool = True,
+    float32_head: bool = False,
+    chosen_products: bool = True,
 ) -> ModelSpec:
-    """A new spec to train from: sharding filled in, packed attention, linear layers
-    that choose their products, and a head that returns log-probabilities.
+    """A new spec to train from: sharding filled in, packed attention, and a head that returns log-probabilities.
 
     `trainer_view` is any object with a torchtitan `parallelism` config. `attention` is `"sdpa"` or `"varlen"`.
-    `chunk_bytes`, `kernels` and `float32_head` are the head's (`LogprobHead.Config`).
+    `chunk_bytes`, `kernels` and `float32_head` are the head's (`LogprobHead.Config`). `chosen_products`: linear layers
+    are `TrainedLinear`; for selective checkpointing they must not be, which knows torch's own products alone and would
+    compute all others again.
     """
     model = copy.deepcopy(spec.model)
     model.update_from_config(config=trainer_view)
     for _, linear, parent, field in list(model.traverse(Linear.Config)):
-        if type(linear) is Linear.Config:  # a converter's layer, or a family's own, stays
+        if chosen_products and type(linear) is Linear.Config:  # a converter's layer, or a family's own, stays
             setattr(parent, field, _recast(linear, TrainedLinear.Config))
     if attention == "sdpa":
         for layer in model.layers:

@@ -149,10 +149,15 @@ def linears(spec):
         return {name: type(module) for name, module in spec.model.build().named_modules() if hasattr(module, "weight")}
 
 
+def for_training(**options):
+    return training_spec(build_spec(ModelConfig(shape=SHAPE)), VIEW, attention="sdpa", chunk_bytes=4096, **options)
+
+
 def test_a_training_spec_has_such_layers_and_adapters_on_them():
-    spec = training_spec(build_spec(ModelConfig(shape=SHAPE)), VIEW, attention="sdpa", chunk_bytes=4096)
+    spec = for_training()
     layers = {name.rpartition(".")[2]: kind for name, kind in linears(spec).items()}
     assert {name for name, kind in layers.items() if kind is TrainedLinear} == {"wqkv", "wo", "w1", "w2", "w3"}
+    assert TrainedLinear not in linears(for_training(chosen_products=False)).values()
     adapted = linears(lora_spec(spec, LoRAConfig(rank=2, target_modules=("o_proj", "up_proj"))))
     assert issubclass(adapted["layers.0.attention.wo"], TrainedLinear)
     assert issubclass(adapted["layers.1.feed_forward.w3"], TrainedLinear)
