@@ -79,8 +79,8 @@ def attention_backend(compute_dtype: str) -> Literal["sdpa", "varlen"]:
 
 
 def attends_in_float32(query: torch.Tensor) -> bool:
-    """Whether `sdpa` gets float32 in the place of bfloat16: on a CPU, where torch's backward pass takes three times as
-    long in bfloat16."""
+    """Whether `sdpa` gets float32 in the place of bfloat16: on a CPU. On an AMD EPYC torch's backward pass takes three
+    times as long in bfloat16."""
     return query.device.type == "cpu" and query.dtype == torch.bfloat16
 
 

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common.linear import Linear
 
-from torchtitan_rl import adapters
+from torchtitan_rl import adapters, platform
 from torchtitan_rl.model.products import input_gradient, outputs, weight_gradient
 
 __all__ = ["TrainedLinear"]
@@ -17,7 +17,7 @@ adapters.adapt_torchtitan()
 
 
 class TrainedLinear(Linear):
-    """torchtitan's linear layer with the products of `products.py`, forward and backward.
+    """torchtitan's linear layer. Where oneDNN is the faster library, its products are oneDNN's, forward and backward.
 
     Cut by tensor parallelism, the layer computes as torchtitan's: a DTensor has no rule for oneDNN's operator."""
 
@@ -26,7 +26,7 @@ class TrainedLinear(Linear):
         pass
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if isinstance(self.weight, DTensor):
+        if isinstance(self.weight, DTensor) or not platform.multiplies_by_onednn(input):
             return super().forward(input)
         return _Products.apply(input, self.weight, self.bias)
 
