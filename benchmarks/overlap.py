@@ -1,7 +1,7 @@
 """Steps per minute with batches generated ahead, against generation and training in turns, in one invocation.
 
     .venv/bin/python benchmarks/overlap.py [--lags 0 1] [--work plain|rewards|long|turns|throttled] [--tasks 16]
-                                        [--blocks 5] [--steps 6] [--threads 1 1] [--nice 0]
+                                        [--blocks 5] [--steps 6] [--threads 2 1] [--nice 5]
 
 A Qwen3 of 3.2M random parameters, 16 tasks of 8 rollouts, completions that end by chance (mean 64 tokens) or at 256
 tokens. Every lag has processes of its own, as a run at that lag starts them. Blocks of steps alternate between the
@@ -80,7 +80,7 @@ async def eight_turns(task, policy, *, rollout_id, seed):
 WORKFLOWS = {"long": one_long, "turns": eight_turns}
 
 
-def benchmark_config(work: str, tasks: int, threads: tuple[int, int], nice: int, directory: str) -> rl.RunConfig:
+def benchmark_config(work: str, tasks: int, threads: tuple[int, int], nice: int | None, directory: str) -> rl.RunConfig:
     config = load_config(str(ROOT / "configs" / "quickstart.py"))
     config.output_dir, config.model.shape = directory, SHAPE
     config.supervised.num_steps = config.controller.eval_every = config.controller.checkpoint_every = 0
@@ -161,7 +161,7 @@ def main() -> None:
     parser.add_argument(
         "--threads", type=int, nargs=2, default=(0, 0), help="of trainer and generator; 0: as runs share cores"
     )
-    parser.add_argument("--nice", type=int, default=0, help="trainer.nice")
+    parser.add_argument("--nice", type=int, help="trainer.nice")
     args = parser.parse_args()
     blocks = asyncio.run(measure(args))
     first = blocks[args.lags[0]]

@@ -46,7 +46,8 @@ class PolicyTrainer(Actor):
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         threads = self.config.num_threads or max(1, platform.num_cores() // int(os.environ["LOCAL_WORLD_SIZE"]))
         prepare_process(self.role, rank, world_size, threads, self.log_dir)
-        os.nice(self.config.nice)  # of this thread and of those that it starts, not of Monarch's, which take calls
+        if self.config.nice is not None:
+            os.nice(self.config.nice)  # of this thread and of those that it starts, not of Monarch's, which take calls
         with heavy_imports():
             from torchtitan_rl.actors.trainer_rank import TrainerRank
             from torchtitan_rl.weights.store import WeightStore

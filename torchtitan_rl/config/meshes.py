@@ -144,10 +144,10 @@ class TrainerConfig:
     operators, as a CPU always does. Outputs and gradients are the same up to rounding."""
     num_threads: Annotated[int, Ge(0), Hint("use 0 to share the cores among the ranks")] = 0
     """CPU threads per rank; 0: a host's cores, divided by the trainer's ranks on that host."""
-    nice: Annotated[int, Ge(0), Le(19)] = 0
+    nice: Annotated[int | None, Ge(0), Le(19)] = None
     """Added to the niceness of the trainer's threads: where they compete for cores, the system gives more to threads
     that are less nice. For a lag above 0 where training takes longer than generation, with `num_threads` of all cores
-    (docs/asynchrony.md)."""
+    (docs/asynchrony.md). None: they are as nice as the process."""
     converters: list = field(default_factory=list)
     """torchtitan's model-config converters, such as float8's, applied in order before the model is built. For LoRA set
     `lora` instead."""
