@@ -139,7 +139,8 @@ def test_a_bfloat16_generator_stays_near_the_trainer(loop, tmp_path):
 
 @pytest.mark.parametrize("model_impl", ["torchtitan", "vllm"])
 def test_a_head_in_float32_brings_a_bfloat16_generator_nearer(loop, exported, reference, tmp_path, model_impl):
-    """With a head eight times as large logits have steps of 1/8, which is half of what keeps the two apart, or more."""
+    """With a head eight times as large logits have steps of 1/8, which is a fifth of what keeps the two apart, or more.
+    Where both round all hidden states alike, as on an AMD EPYC, nothing but float32's rounding keeps them apart."""
     model = tmp_path / "model"
     shutil.copytree(exported, model)
     tensors = load_file(model / "model.safetensors")
@@ -152,7 +153,7 @@ def test_a_head_in_float32_brings_a_bfloat16_generator_nearer(loop, exported, re
         config.model = ModelConfig(assets=str(model), pretrained=True, float32_head=float32_head)
         _, trained, scored, _, both = loop.run_until_complete(_two_steps(config, "local"))
         kls.append((_mismatch(scored, trained)[1], _mismatch(*both)[1]))
-    assert all(0 < narrow < 0.8 * wide for wide, narrow in zip(*kls)), kls
+    assert all(0 < narrow < max(0.8 * wide, 1e-7) for wide, narrow in zip(*kls)), kls
 
 
 @pytest.mark.slow  # g++ takes a minute
